@@ -149,23 +149,25 @@ def _imported(annex: str, where: str, module: str) -> None:
 
 def need(question: str, *arguments: Any) -> Any:
     """What the annex that knows does for it; an error that names the annex where it was left out."""
-    annex, where = next((annex, row.asked[question]) for annex, row in TABLE.items() if question in row.asked)
-    return load(question, annex, where)(*arguments)
+    return load(question, *_place("asked", question))(*arguments)
 
 
 def verb(name: str) -> Any:
     """What runs this verb of `%distributed`."""
-    annex, where = next((annex, row.verbs[name].do) for annex, row in TABLE.items() if name in row.verbs)
-    return load(name, annex, str(where))
+    annex, row = _place("verbs", name)
+    return load(name, annex, str(row.do))
 
 
 def trial(option: str) -> Any:
     """What tries a cell for this option of `%%distributed`."""
-    annex, where = next((annex, row.options[option]) for annex, row in TABLE.items() if option in row.options)
-    return load(f"--{option.replace('_', '-')}", annex, where)
+    return load(f"--{option.replace('_', '-')}", *_place("options", option))
 
 
 def named(name: str) -> Any:
     """`nbtrain.predict` and the like."""
-    annex, where = next((annex, row.names[name]) for annex, row in TABLE.items() if name in row.names)
-    return load(f"nbtrain.{name}", annex, where)
+    return load(f"nbtrain.{name}", *_place("names", name))
+
+
+def _place(table: str, name: str) -> tuple[str, Any]:
+    """The annex that has this name in one of its tables, and what stands there."""
+    return next((annex, getattr(row, table)[name]) for annex, row in TABLE.items() if name in getattr(row, table))

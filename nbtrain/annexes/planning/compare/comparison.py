@@ -137,41 +137,20 @@ def title(comparison: Comparison) -> str:
 
 def table(comparison: Comparison) -> list[list[str]]:
     """Its rows, the head first."""
-    return _sizes(comparison) if comparison.goal in SIZED else _speeds(comparison)
-
-
-def _speeds(comparison: Comparison) -> list[list[str]]:
-    unit = _unit(comparison.rows)
-    several = len({row.ranks for row in comparison.rows if row.ranks}) > 1
-    batches = any(row.batch for row in comparison.rows)
-    outcomes = [_outcome(row) for row in comparison.rows]
-    columns = [
-        ("strategy", [_marked(row.name, row is comparison.best) for row in comparison.rows]),
-        *([("ranks", [str(row.ranks or "") for row in comparison.rows])] if several else []),
-        ("memory per rank", [span(row.memory) for row in comparison.rows]),
-        (unit, [_pace(row, unit) for row in comparison.rows]),
-        *([("batch", [str(row.batch or "") for row in comparison.rows])] if batches else []),
-        *([("outcome", outcomes)] if any(outcomes) else []),
-    ]
-    return _transposed(columns)
-
-
-def _sizes(comparison: Comparison) -> list[list[str]]:
-    rows = comparison.rows
+    rows, sized = comparison.rows, comparison.goal in SIZED
     unit = _unit(rows)
-    columns = [
-        ("strategy", [_marked(row.name, row is comparison.best) for row in rows]),
-        (f"largest {comparison.parameter or 'batch'}", [_largest(comparison, row) for row in rows]),
-        ("memory per rank", [span(row.memory) if row.state == "done" else "" for row in rows]),
-        (unit, [_pace(row, unit) for row in rows]),
-        ("outcome", [_outcome(row) for row in rows]),
-    ]
-    return _transposed(columns)
-
-
-def _transposed(columns: Sequence[tuple[str, Sequence[str]]]) -> list[list[str]]:
-    """The rows of a table, its head first."""
-    return [list(row) for row in zip(*([name, *cells] for name, cells in columns), strict=True)]
+    columns = {
+        "strategy": [_marked(row.name, row is comparison.best) for row in rows],
+        f"largest {comparison.parameter or 'batch'}": [_largest(comparison, row) for row in rows] if sized else [],
+        "ranks": [str(row.ranks or "") for row in rows] if len({row.ranks for row in rows if row.ranks}) > 1 else [],
+        "memory per rank": ["" if sized and row.state != "done" else span(row.memory) for row in rows],
+        unit: [_pace(row, unit) for row in rows],
+        "batch": ["" if sized else str(row.batch or "") for row in rows],
+        "outcome": [_outcome(row) for row in rows],
+    }
+    may_be_empty = {"memory per rank", unit}
+    shown = {name: cells for name, cells in columns.items() if any(cells) or name in may_be_empty}
+    return [list(row) for row in zip(*([name, *cells] for name, cells in shown.items()), strict=True)]
 
 
 def _marked(name: str, best: bool) -> str:
