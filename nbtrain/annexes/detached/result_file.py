@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.graph.open_parcel import OpenedParcel, Unmakeable
-from nbtrain.exchange.kinds.base import Compound, Later, MakeTwin, ParcelContent, keys_in, learn_atoms
+from nbtrain.exchange.graph.open_parcel import OpenedParcel, Unmakeable, refs
+from nbtrain.exchange.kinds.base import Later, MakeTwin, ParcelContent, learn_atoms
 from nbtrain.exchange.kinds.dispatch import kind_named
 from nbtrain.exchange.parcel import ALIGN, BufferPlace, Opener, Parcel, dump
 
@@ -142,26 +142,13 @@ def _below(content: ParcelContent, name: str) -> set[int]:
     holds: dict[int, set[int]] = {}
     for record in content.records:
         inside = (getattr(record, "args", None), getattr(record, "state", None))
-        holds.setdefault(record.key, set()).update(_keys_in(inside))
-    keys, todo = set(), [*_keys_in(content.names[name])]
+        holds.setdefault(record.key, set()).update(refs(inside))
+    keys, todo = set(), [*refs(content.names[name])]
     while todo:
         if (key := todo.pop()) not in keys:
             keys.add(key)
             todo += holds.get(key, ())
     return keys
-
-
-def _keys_in(encoded: Any) -> Iterator[int]:
-    """Keys of the objects that this leads to, however it is laid out."""
-    if type(encoded) in (tuple, list):
-        for part in encoded:
-            yield from _keys_in(part)
-    elif type(encoded) is dict:
-        yield from _keys_in([*encoded.items()])
-    elif isinstance(encoded, Compound):
-        yield from _keys_in(encoded.parts)
-    else:
-        yield from keys_in(encoded)
 
 
 def _place(kind: str) -> str:

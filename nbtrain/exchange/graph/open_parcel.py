@@ -234,14 +234,14 @@ class OpenedParcel(Receiver):
             said.setdefault(record.key, []).append(record.args if isinstance(record, MakeTwin) else record.state)
         known = [(name, node.ref) for name, value in [*self.namespace.items()] if (node := self.table.find(value))]
         for name, value in (*self._content.names.items(), *known):
-            todo, seen = [*_refs(value)], set[int]()
+            todo, seen = [*refs(value)], set[int]()
             while todo:
                 if (at := todo.pop()) == key:
                     return name
                 if at not in seen:
                     seen.add(at)
                     inside = said[at] if at in said else [node.ref for node in self.table.nodes[at].children]
-                    todo += _refs(inside)
+                    todo += refs(inside)
         return ""
 
     def _attempt(self, key: int, act: Callable[..., Any], *args: Any) -> Any:
@@ -260,18 +260,18 @@ def _hashes(encoded: Any) -> bool:
     """Whether this cannot be decoded before what it leads to is filled: a frozenset asks its elements for their hash,
     and those may hash what they hold."""
     if type(encoded) is Compound:
-        inner = encoded.kind == "frozenset" and next(_refs(encoded), None) is not None
+        inner = encoded.kind == "frozenset" and next(refs(encoded), None) is not None
         return inner or any(map(_hashes, encoded.parts))
     if type(encoded) in (tuple, list):
         return any(map(_hashes, encoded))
     return type(encoded) is dict and any(map(_hashes, encoded.values()))
 
 
-def _refs(encoded: Any) -> Iterator[int]:
+def refs(encoded: Any) -> Iterator[int]:
     """Keys of all that it leads to."""
     if type(encoded) is Ref:
         yield encoded.key
     elif type(encoded) in (Compound, dict, list, tuple):
         parts = encoded.parts if type(encoded) is Compound else encoded
         for part in parts.values() if type(parts) is dict else parts:
-            yield from _refs(part)
+            yield from refs(part)
