@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 
 import nbtrain.machine.devices as devices
 import nbtrain.machine.host as host
@@ -69,13 +68,9 @@ def _name() -> str:
 
 def versions() -> dict[str, str]:
     """Of Python, and of the packages that objects are made of on their way."""
-    versions_here = {"Python": ".".join(platform.python_version_tuple()[:2])}
-    for name in COMPARED:
-        try:
-            versions_here[name] = metadata.version(name).partition("+")[0]  # the build is not what matters
-        except metadata.PackageNotFoundError:
-            versions_here[name] = "not installed"
-    return versions_here
+    there = installed_versions()
+    compared = {name: there.get(name, "not installed") for name in COMPARED}
+    return {"Python": ".".join(platform.python_version_tuple()[:2]), **compared}
 
 
 def differences(machines: Sequence[Machine]) -> list[str]:
