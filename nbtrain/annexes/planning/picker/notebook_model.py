@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nbtrain.annexes.planning import plan_verb
 from nbtrain.annexes.planning.plan.guide import GOALS
 from nbtrain.annexes.planning.plan.plan import Plan
-from nbtrain.annexes.planning.trials import session_trials, trial_options
+from nbtrain.annexes.planning.trials import compare_trials, trial_options, verify_cell
 from nbtrain.base.errors import UsageError
 from nbtrain.base.specs import PRECISIONS
 from nbtrain.notebook.magics import cells
@@ -83,18 +83,16 @@ class NotebookModel:
         self, candidates: Sequence[tuple[str, str]], goal: str, told: Callable[[Comparison], None]
     ) -> Comparison:
         """`candidates`: name and line of each. `goal`: `speed`, or `batch` to look for the largest."""
-        from nbtrain.annexes.planning.trials.compare_trials import Question
-
         cell, state = self._cell(), self._state
         ways = [trial_options.way(state, name, state.read(line), state.defaults) for name, line in candidates]
-        question = Question(goal=goal, steps=STEPS, memory=self._request.value("memory"))
-        return session_trials.compare(state.opened(), ways, cell, question, told)
+        question = compare_trials.Question(goal=goal, steps=STEPS, memory=self._request.value("memory"))
+        return compare_trials.compare(state.opened(), ways, cell, question, told)
 
     def verify(self, name: str, line: str, told: Callable[[Receipt], None]) -> Receipt:
         """Compare the line with one process."""
         cell, state = self._cell(), self._state
         way = trial_options.way(state, name, state.read(line), state.defaults)
-        return session_trials.verify(state.opened(), way, cell, STEPS, told)
+        return verify_cell.verify(state.opened(), way, cell, STEPS, told)
 
     def _cell(self) -> Cell:
         if self._state.last_cell is not None:

@@ -14,6 +14,8 @@ from nbtrain.annexes.planning.compare.comparison import Comparison
 from nbtrain.annexes.planning.compare.measured_way import largest
 from nbtrain.annexes.planning.trials.attempt import Attempt, RunWay
 from nbtrain.base.specs import Trial
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.session import Session
 
 LONG, LONG_IN_ALL = 60.0, 240.0
 """Seconds that one attempt, or all attempts of one way, or rounds of all ways, may take before no more are made."""
@@ -41,6 +43,12 @@ class Question:
     parameter: str = ""
     """for the goal `model`: the name that takes each of `values`"""
     values: tuple[Any, ...] = ()
+
+
+def compare(session: Session, ways: Sequence[RunWay], cell: Cell, question: Question, told: Told) -> Comparison:
+    """Try the cell in these ways, one by one. `told` is called with each result."""
+    with session.trial():
+        return Comparing(Attempt(session.shell, session.ranks, cell, question.memory), question, ways, told).run()
 
 
 class Comparing:

@@ -106,7 +106,7 @@ def way(state: MagicsState, name: str, line: Request, base: Request) -> RunWay:
 def show(state: MagicsState, cell: Cell, tried: list[RunWay], what: Question) -> Comparison:
     """Run the comparison and show it below the cell while it grows."""
     from nbtrain.annexes.planning.trials.attempt import NothingToMeasure
-    from nbtrain.annexes.planning.trials.session_trials import compare
+    from nbtrain.annexes.planning.trials.compare_trials import compare
 
     screen = LiveOutput(state.shell)
     try:

@@ -31,6 +31,8 @@ from nbtrain.annexes.planning.compare.receipt import (
 from nbtrain.annexes.planning.trials.attempt import Attempt, RunWay
 from nbtrain.base.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
 from nbtrain.base.specs import Record, RunSpec, Trial
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.session import Session
 
 CLOSE = 1e-4
 """relative difference, of a number or of what the steps moved a weight by, that counts as equal"""
@@ -66,6 +68,12 @@ class Played:
 
 class TrialFailed(Exception):
     """One of the runs failed."""
+
+
+def verify(session: Session, way: RunWay, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt:
+    """Run the first steps of the cell, and again as one process."""
+    with session.trial(way.spec):
+        return Verifying(Attempt(session.shell, session.ranks, cell, 0), way, steps, told).run()
 
 
 class Verifying:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbtrain.annexes.planning.trials import session_trials, trial_options
+from nbtrain.annexes.planning.trials import trial_options, verify_cell
 from nbtrain.notebook.magics.asked_cell import asked_cell
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
@@ -23,7 +23,7 @@ def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     request = line.over(base)
     way = trial_options.way(state, str(request.value("strategy")), line, base)
     show = trial_options.LiveOutput(state.shell).show
-    session_trials.verify(state.opened(), way, cell, request.value("steps"), show)
+    verify_cell.verify(state.opened(), way, cell, request.value("steps"), show)
 
 
 def verify(state: MagicsState, request: Request) -> None:
