@@ -21,6 +21,7 @@ halves are reduced in fp32. Without it, precision is seen to by autocast, and no
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from nbtrain.base.errors import UsageError
 from nbtrain.strategies.base import Component, Facts, Prepared, Strategy
 from nbtrain.strategies.fsdp import estimate
 from nbtrain.strategies.fsdp.prepared import PreparedFSDP
+from nbtrain.strategies.kit import dtensor_operations
 from nbtrain.strategies.kit.gradient_buckets import Dtype
 from nbtrain.strategies.kit.units_to_wrap import check_rule
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
@@ -82,6 +84,10 @@ class FSDP(Strategy):
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate.estimate(self.options, profile, world)
+
+    def running(self) -> AbstractContextManager[None]:
+        dtensor_operations.begin()
+        return super().running()
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to share with

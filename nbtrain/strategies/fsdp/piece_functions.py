@@ -335,7 +335,7 @@ def _write_whole(what: Known, func: Any, args: Any, kwargs: Any, targets: list[D
 
 
 def _put(listeners: Listeners) -> None:
-    dtensor_operations.begin()
+    dtensor_operations.counts[0] += 1  # a block `with whole(…)` may have written to them, of which views know nothing
     functional_transforms.put(listeners)
     listeners.listen(dtensor.FUNCTION, "values", _listener)
     listeners.listen("torch.distributed.tensor.DTensor.data", "values", piece_memory.data)
