@@ -22,15 +22,15 @@ from tests.support.notebook import Notebook
 _CUT = re.compile(r"^--- (here|ranks)$", re.MULTILINE)
 
 
-def play(notebook: Notebook, story: str, devices: int = 2) -> Result:
-    """Run them all; none may raise. What the last one has shown is returned."""
+def play(notebook: Notebook, story: str, devices: int = 2, options: str = "") -> Result:
+    """Run them all; none may raise. What the last one has shown is returned. `options`: in the place of `devices`."""
     text = textwrap.dedent(story)
-    pieces = ["here", *_CUT.split(text)]
+    pieces, typed = ["here", *_CUT.split(text)], options or f"--devices {devices}"
     result = Result()
     for where, cell in zip(pieces[::2], pieces[1::2], strict=True):
         cell = cell.strip("\n")
         if cell:
-            result = notebook(f"%%distributed --devices {devices}\n{cell}" if where == "ranks" else cell)
+            result = notebook(f"%%distributed {typed}\n{cell}" if where == "ranks" else cell)
     return result
 
 

@@ -7,7 +7,7 @@ import enum
 import types
 import typing
 import weakref
-from collections.abc import Container
+from collections.abc import Mapping
 from typing import Any
 
 from nbtrain.compat.intercept import imported_as
@@ -33,7 +33,7 @@ _BY_TYPE: dict[type, Kind] = {
     **functions.KINDS,
     types.SimpleNamespace: objects.INSTANCE,
     weakref.ReferenceType: objects.WEAK_REFERENCE,
-    split_tensors.MemoryPlace: split_tensors.PLACE,
+    tensors.MemoryPlace: split_tensors.PLACE,
     Handle: objects.HANDLE,
     python_module_state.ModuleState: python_module_state.STATE,
 }
@@ -44,7 +44,8 @@ _BY_NAME: dict[str, Kind] = {
         containers.TUPLE_WITH_ATTRIBUTES, containers.LONG_CONSTANT, classes.CLASS, functions.BUILTIN_METHOD,
         functions.REPLACED, functions.ALIAS,
         objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.HANDLE, objects.SENTINEL, objects.ENUM_MEMBER,
-        arrays.ARRAY, arrays.MEMMAP, arrays.OBJECTS, tensors.STORAGE, tensors.TENSOR, split_tensors.APART,
+        arrays.ARRAY, arrays.MEMMAP, arrays.OBJECTS, tensors.STORAGE, tensors.TENSOR,
+        split_tensors.APART, split_tensors.ALIAS,
         modules_and_optimizers.MODULE, modules_and_optimizers.OPTIMIZER, modules_and_optimizers.SCHEDULER,
         modules_and_optimizers.LOADER, modules_and_optimizers.COMPILED, modules_and_optimizers.HOOK_HANDLE,
         random_generators.TORCH, random_generators.BITS, random_generators.NUMPY, not_sendable.REFUSED,
@@ -57,10 +58,11 @@ def kind_named(name: str) -> Kind:
     return _BY_NAME[name]
 
 
-def kind_of(obj: Any, namespace: dict[str, Any], parted: Container[int] = ()) -> Kind | None:
-    """How this object travels; None: as it is. `parted`: ids of the tensors that are here in pieces."""
-    if parted and id(obj) in parted:
-        return split_tensors.APART
+def kind_of(obj: Any, namespace: dict[str, Any], parted: Mapping[int, Any] | None = None) -> Kind | None:
+    """How this object travels; None: as it is. `parted`: by id, the tensors that are here in pieces, or show some."""
+    if parted and (apart := parted.get(id(obj))) is not None:
+        kind: Kind = apart.kind
+        return kind
     try:
         return _kind_of(obj, namespace)
     except Exception:  # a property or a metaclass of the user's: its own pickle says what is wrong with it

@@ -6,17 +6,21 @@ knows whether its content has changed, and how all of it is had.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbtrain.base.errors import CannotTravel
 from nbtrain.exchange.kinds import gradient_hooks
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Later, Node, Nodes, Receiver, Sender
-from nbtrain.exchange.kinds.tensors import STORAGE, shown
+from nbtrain.exchange.kinds.bulk_compare import window_of
+from nbtrain.exchange.kinds.tensors import STORAGE, TENSOR, MemoryPlace, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
+
+
+Form = tuple[Any, Any, int]
 
 
 class SplitTensor:
@@ -34,7 +38,13 @@ class SplitTensor:
         self.arrived: torch.Tensor | None = None
         """what the other side has now, and this one has not taken over yet"""
         self.place = MemoryPlace(self)
+        self.window = whole_window(self.shape)
+        """which part of its memory the other side's shows"""
         self._fetch = fetch
+
+    @property
+    def kind(self) -> Kind:
+        return APART
 
     @property
     def nbytes(self) -> int:
@@ -44,11 +54,22 @@ class SplitTensor:
         return Later(self.nbytes, lambda: self._fetch(self), self)
 
 
-class MemoryPlace:
-    """Stands for the memory that the other side's tensor shows."""
+class Alias:
+    """A tensor that on the other side shows the memory of one in pieces: that one brings its content."""
 
-    def __init__(self, of: SplitTensor) -> None:
-        self.of = of
+    def __init__(self, tensor: torch.Tensor, place: MemoryPlace, window: tuple[Any, ...]) -> None:
+        self.tensor, self.place, self.window = tensor, place, window
+
+    @property
+    def kind(self) -> Kind:
+        return ALIAS
+
+
+def whole_window(shape: tuple[int, ...], offset: int = 0) -> tuple[Any, ...]:
+    """The window of an ordinary tensor that shows all of its memory."""
+    import torch
+
+    return offset, tuple(shape), torch.empty(shape, device="meta").stride(), False, False
 
 
 class PlaceKind(Kind):
@@ -83,10 +104,8 @@ class SplitTensorKind(Kind):
         hooks = gradient_hooks.encoded(node.obj, walk)
         if walk.quiet:
             return None
-        node.seen = _state(node, apart, hooks)
-        window = 0, apart.shape, torch.empty(apart.shape, device="meta").stride(), False, False
-        requires_grad = node.seen[2]
-        return isinstance(node.obj, torch.nn.Parameter), ref, apart.dtype, window, requires_grad, None, hooks, node.seen
+        node.seen = seen = _state(node, apart, hooks)
+        return isinstance(node.obj, torch.nn.Parameter), ref, apart.dtype, apart.window, seen[2], None, hooks, seen
 
     def look(self, node: Node, walk: Sender) -> Any:
         apart = walk.table.apart[id(node.obj)]
@@ -117,12 +136,53 @@ class SplitTensorKind(Kind):
         elif memory is not None:
             apart.arrived = shown(receiver.decode(memory[0]), apart.dtype, memory[1])
         if memory is not None:
-            node.fixed = [receiver.node(memory[0].key)]
+            node.fixed, apart.window = [receiver.node(memory[0].key)], memory[1]
         if node.obj.is_leaf and node.obj.requires_grad != seen[2]:
             node.obj.requires_grad_(seen[2])
         if seen[4] != gradient_hooks.NONE or gradient_hooks.hooked(node.obj):
             gradient_hooks.install(node.obj, hooks, receiver)
         node.seen = seen
+
+
+def blank_alias(of: torch.Tensor, form: Form | None) -> torch.Tensor:
+    """One that shows this part of a tensor, with one number in memory."""
+    import torch
+
+    return torch.zeros((), dtype=of.dtype, device=of.device).expand(of.shape if form is None else form[0])
+
+
+def is_blank(tensor: torch.Tensor) -> bool:
+    return bool(tensor.untyped_storage().nbytes() < tensor.nbytes)
+
+
+class AliasKind(Kind):
+    """The kind of an `Alias`; the other side makes a view."""
+
+    name = "view"
+    sent_as = "tensor"
+    whole = leaf = True
+
+    def make_args(self, node: Node, walk: Sender) -> Any:
+        alias = walk.table.apart[id(node.obj)]
+        ref = walk.encode(alias.place)
+        node.seen = tuple(node.obj.shape), node.obj.dtype, False, None, gradient_hooks.NONE
+        # No content has been seen: where it is used again, the other side sends what it shows by then.
+        return False, ref, node.obj.dtype, alias.window, False, None, None, None
+
+    def look(self, node: Node, walk: Sender) -> Any:
+        return None
+
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
+        """An ordinary tensor, with the numbers that came, until a cell begins that has the other in pieces."""
+        import torch
+
+        window, tensor = receiver.table.apart.pop(id(node.obj)).window, node.obj
+        if is_blank(tensor):
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        node.kind = TENSOR
+        TENSOR.put(node, state, receiver)
+        if state[-1] is None:
+            node.memo.window = window
 
 
 def _state(node: Node, apart: SplitTensor, hooks: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
@@ -133,26 +193,35 @@ def _state(node: Node, apart: SplitTensor, hooks: gradient_hooks.Hooks | None) -
 
 PLACE: Kind = PlaceKind()
 APART: Kind = SplitTensorKind()
+ALIAS: Kind = AliasKind()
 
 
 def part(table: Nodes, apart: SplitTensor) -> None:
     """Note that a tensor's content is in pieces from here on, and release its memory."""
+    before = table.apart.get(id(apart.tensor))
     table.apart[id(apart.tensor)] = apart
     node = table.find(apart.tensor)
     if node is None:
         return
+    if isinstance(before, SplitTensor):
+        apart.window = before.window
+    elif node.memo is not None:
+        apart.window = node.memo.window
     node.kind, node.memo = APART, None
     # One that the other side made without content gets all that is here.
     apart.changed = any(inner.kind is STORAGE and inner.obj.device.type == "meta" for inner in node.fixed or ())
-    empty(table, node, apart)
+    settle(table, node, apart)
 
 
-def empty(table: Nodes, node: Node, apart: SplitTensor) -> None:
-    """Release the memory that the other side's tensor shows."""
-    storages = [inner for inner in node.fixed or () if inner.kind is STORAGE]
-    for storage in storages:
-        table.replace(storage, apart.place, PLACE)
-        storage.fixed = []
+def settle(table: Nodes, node: Node, apart: SplitTensor) -> None:
+    """Release the memory that the other side's tensor shows; what else shows it there is an alias here."""
+    memory = node.fixed[0] if node.fixed else None
+    if memory is not None and memory.kind is STORAGE:
+        table.replace(memory, apart.place, PLACE)
+        memory.fixed = []
+    elif memory is not None and memory.kind is PLACE:  # of before it was set up anew
+        apart.place = memory.obj
+        apart.place.of = apart
 
 
 def join(table: Nodes, tensor: torch.Tensor, kind: Kind) -> None:
@@ -161,3 +230,76 @@ def join(table: Nodes, tensor: torch.Tensor, kind: Kind) -> None:
     node = table.find(tensor)
     if node is not None:
         node.kind, node.memo, node.seen = kind, None, None
+
+
+def note_aliases(table: Nodes, changed: Iterable[Node]) -> list[tuple[Node, list[tuple[Node, SplitTensor]]]]:
+    """Before a cell, of which these nodes are new or changed: each alias, and those in pieces of which it shows some
+    numbers. In the same order on all ranks."""
+    for node in changed:  # one that was given other memory
+        if node.kind is APART:
+            settle(table, node, table.apart[id(node.obj)])
+    nodes = table.nodes.values()
+    found = [n for n in nodes if n.fixed and n.fixed[0].kind is PLACE and n.kind is not APART]
+    if not found:
+        return []
+    of_place: dict[int, list[tuple[Node, SplitTensor]]] = {}
+    for node in nodes:
+        if node.kind is APART and node.fixed:
+            of_place.setdefault(node.fixed[0].key, []).append((node, table.apart[id(node.obj)]))
+    pairs = []
+    for node in sorted(found, key=lambda node: node.key):
+        place: Node = node.fixed[0]  # type: ignore[index]  # see above
+        window = table.apart[id(node.obj)].window if node.kind is ALIAS else _window_of(node)
+        held = [(w, apart) for w, apart in of_place.get(place.key, ()) if overlap(window, apart.window)]
+        if not held and not (node.kind is ALIAS and is_blank(node.obj)):
+            no_alias(table, node)  # what it showed is no more, or is elsewhere
+            continue
+        table.apart[id(node.obj)] = Alias(node.obj, place.obj, window)
+        node.kind, node.memo = ALIAS, None
+        pairs.append((node, held))
+    return pairs
+
+
+def no_alias(table: Nodes, node: Node) -> None:
+    """It is a tensor by itself here."""
+    if node.kind is ALIAS:
+        del table.apart[id(node.obj)]
+        node.kind = TENSOR
+
+
+def _window_of(node: Node) -> tuple[Any, ...]:
+    window: tuple[Any, ...] = window_of(node.obj) if node.memo is None else node.memo.window
+    return window
+
+
+def overlap(window: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    (first, last), (start, end) = _ends(window), _ends(other)
+    return first <= end and start <= last
+
+
+def _ends(window: tuple[Any, ...]) -> tuple[int, int]:
+    offset, size, stride, *_ = window
+    if 0 in size:
+        return offset, offset - 1
+    return offset, offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+
+
+def form_in(alias: Alias, apart: SplitTensor) -> Form | Literal[False] | None:
+    """How an alias shows this tensor: size, strides and offset of a part; None: all of it. False: not only it."""
+    (first, last), (start, end) = _ends(alias.window), _ends(apart.window)
+    if alias.window == apart.window:
+        return None
+    if not start <= first <= last <= end or apart.window != whole_window(apart.shape, start) or any(alias.window[3:]):
+        return False
+    return alias.window[1], alias.window[2], first - start
+
+
+def window_in(apart: SplitTensor, form: Form | None) -> tuple[Any, ...] | None:
+    """The other way round: the window of a part. None: it cannot be told."""
+    if form is None:
+        return apart.window
+    start = apart.window[0]
+    if apart.window != whole_window(apart.shape, start):
+        return None
+    size, stride, offset = form
+    return start + offset, tuple(size), tuple(stride), False, False

@@ -22,6 +22,13 @@ EMPTY = "empty"
 """Stands in place of a buffer for a tensor on the device "meta"."""
 
 
+class MemoryPlace:
+    """Stands for memory that the other side's tensors show, and that this side keeps in pieces (`split_tensors.py`)."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+
 class StorageKind(Kind):
     """The memory that one or several tensors show. Sent once, with its bytes; later changes go by tensor."""
 
@@ -100,8 +107,10 @@ class TensorKind(Kind):
         return tensor
 
     def made(self, node: Node, args: Any, receiver: Receiver) -> None:
-        node.seen = _complete(node.obj, args[-1])
+        node.seen = args[-1] and _complete(node.obj, args[-1])
         node.memo = MemoryForm(node.obj)
+        if receiver.node(args[1].key).kind is not STORAGE:
+            node.memo.window = args[3]  # the other side's
         if args[-2] is None and args[-3] is None:
             node.fixed = [receiver.node(args[1].key)]
 
@@ -190,6 +199,8 @@ class TensorKind(Kind):
         node.seen = _complete(tensor, seen)
         if node.memo is None or node.memo.form != form_of(tensor):
             node.memo = MemoryForm(tensor)
+        if memory is not None and node.fixed and node.fixed[0].kind is not STORAGE:
+            node.memo.window = window
 
 
 # --- small tensors of which only the bytes have changed -----------------------------------------------
@@ -231,6 +242,8 @@ def shown(memory: Any, dtype: Any, window: tuple[Any, ...]) -> Any:
     import torch
 
     offset, size, stride, conj, neg = window
+    if type(memory) is MemoryPlace:  # its content follows
+        return torch.empty(size, dtype=dtype, device=memory.of.tensor.device)
     tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, size, stride)
     if conj:
         tensor = tensors.conjugate_view(tensor)
@@ -239,6 +252,8 @@ def shown(memory: Any, dtype: Any, window: tuple[Any, ...]) -> Any:
 
 def _fits(memory: Any, dtype: Any, window: tuple[Any, ...]) -> bool:
     """Whether this memory is large enough: the other side's may have been resized."""
+    if type(memory) is MemoryPlace:
+        return True
     offset, size, stride, *_ = window
     last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
     return 0 in size or bool((last + 1) * dtype.itemsize <= memory.nbytes())

@@ -34,7 +34,7 @@ from nbtrain.compat.intercept import original
 from nbtrain.compat.internals import find
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, READ
-from nbtrain.strategies.kit import functional_transforms
+from nbtrain.strategies.kit import functional_transforms, shown_weights
 from nbtrain.strategies.kit.known_functions import NORMS, known, written
 from nbtrain.strategies.kit.named_tensors import unknown
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, OF_LAYOUT, StandIn, ordinary
@@ -56,6 +56,10 @@ LEAF = "a leaf Variable that requires grad is being used in an in-place operatio
 LEAF_OF_VIEW = (
     "requires_grad_() of a tensor that shows a weight (p.detach(), p.data): under deepspeed stage 3 it has no memory "
     "of its own, and no gradient would come to it: write `w = p.detach().clone().requires_grad_()`"
+)
+DATA_OF_VIEW = (
+    "`w.data = tensor` of a tensor that shows a weight (p.detach(), p.data): under deepspeed stage 3 it has no memory "
+    "of its own. Write to it (`w.copy_(tensor)`), or bind the name anew (`w = tensor`)"
 )
 ALONE = (
     "a parameter that is read or written outside of the model's forward needs every rank under deepspeed stage 3: "
@@ -101,9 +105,11 @@ class ParameterAccess:
 
     def settle(self) -> None:
         """When the cell has ended, or parameters are no longer in pieces."""
-        for view in list(self.views):
-            if isinstance(view, WholeView):  # not settled before
-                view.settle()
+        views = [view for view in self.views if isinstance(view, WholeView)]  # not settled before
+        for view, place in [(view, view.place()) for view in views]:  # one may be made of another
+            view.settle()
+            if place is not None:
+                shown_weights.note(view, *place)
         self.views.clear()
 
     @contextmanager
@@ -239,6 +245,27 @@ class WholeView(torch.Tensor):
 
     def shows(self, p: Any) -> bool:
         return any(shown is p for shown in self.nbtrain_shown())
+
+    def place(self) -> tuple[torch.Tensor, shown_weights.Form] | None:
+        """The parameter of which it shows a part, and size, strides and offset of that; tried on the device meta."""
+        p, *others = self.nbtrain_shown() or [None]
+        if p is None or any(other is not p for other in others):
+            return None
+        whole = torch.empty(p.shape, dtype=p.dtype, device="meta")
+
+        def image(value: Any) -> torch.Tensor:
+            if not isinstance(value, WholeView):
+                return whole
+            func, args, kwargs, index = value.expression
+            args, kwargs = tree_map_only((nn.Parameter, WholeView), image, (args, kwargs))
+            result = func(*args, **kwargs)
+            found: torch.Tensor = result if index is None else result[index]
+            return found
+
+        with tensors.as_plain_tensors(), torch.no_grad():
+            part = image(self)
+            form = tuple(part.shape), part.stride(), int(part.storage_offset())
+        return (p, form) if _memory(part) == _memory(whole) else None
 
     def settle(self, alone: bool = True) -> None:
         """An ordinary tensor from now on; `alone`: with memory of its own."""
@@ -404,6 +431,8 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
     if functional_transforms.meets(name):
         return functional_transforms.call(func, args, kwargs)
     with tensors.as_plain_tensors():
+        if name == "data=" and isinstance(args[0], WholeView):
+            raise NotSupported(DATA_OF_VIEW)
         if name == "data=" and isinstance(args[0], WholeParameter):
             return _assign(args[0], args[1])
         if name == "data":  # as `detach`, but that what is written to it is seen
@@ -461,4 +490,5 @@ def _leave(p: Any) -> None:
     for view in [other for other in reader.views if isinstance(other, WholeView) and other.shows(p)]:
         operands.plain(view)
         view.settle(alone=False)
-    reader.weights.shown_copies.pop(id(p), None)
+    for tensor, _ in reader.weights.shown_copies.pop(id(p), (p, []))[1]:
+        shown_weights.forget(tensor)

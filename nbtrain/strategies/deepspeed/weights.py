@@ -28,6 +28,7 @@ from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart, stretch
 from nbtrain.strategies.deepspeed.library import COLLAPSED
 from nbtrain.strategies.deepspeed.stand_ins import Outdated
+from nbtrain.strategies.kit import shown_weights
 from nbtrain.strategies.kit.collective_calls import told
 from nbtrain.strategies.kit.memory_left_behind import Memory, leave_to_others
 from nbtrain.strategies.kit.same_on_ranks import bits_summed
@@ -235,11 +236,13 @@ class EngineWeights:
                     before, copy = latest.get(id(p), ("", lambda: None))
                     if state.get(before) is (tied := copy()) and tied is not None:
                         state[prefix + name] = tied.detach()  # as torch has it: another tensor of the same memory
+                        shown_weights.note(state[prefix + name], p)
                         continue
                     shown = state[prefix + name] = self.whole(p).to("cpu", copy=True)
                     latest[id(p)] = prefix + name, ref(shown)
                     _, copies = self.shown_copies.setdefault(id(p), (p, []))
                     copies.append((shown, tensors.version(shown)))
+                    shown_weights.note(shown, p)
                     Memory([(prefix + name, shown)]).left()
 
         def take(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:

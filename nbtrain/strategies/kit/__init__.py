@@ -12,6 +12,7 @@ what is allowed        known_functions, named_tensors (what a refusal says), fun
 parts of a component   component_tensors; call_arguments: how torch's functions are given them
 calls of the model     call_router, split_batch, batch_structure, module_replicas, forward_reads
 a library's marks      library_attachments, checkpoint_calls, memory_left_behind
+what shows a weight     shown_weights, where its memory does not tell; else stage_tensor, dtensor_operations
 what all ranks do      collective_calls, clipping, random_draws
 figures for a plan     profile_arithmetic
 """

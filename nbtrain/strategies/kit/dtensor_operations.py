@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import fsdp2
 from nbtrain.compat.dtensor import local as local_part
+from nbtrain.compat.tensors import memory_id
 from nbtrain.strategies.kit import collective_calls, functional_transforms
 from nbtrain.strategies.kit.collective_calls import MEETING, OTHER_TENSORS
 from nbtrain.strategies.kit.written_numbers import MADE_BY
@@ -133,6 +134,20 @@ def show(tensor: DTensor, of: Callable[[torch.Tensor], Any], full: torch.Tensor)
 
 def _number(of: Callable[[torch.Tensor], Any], i: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda over: of(over)[i]
+
+
+def shown_by(tensor: DTensor) -> tuple[int, tuple[Any, ...]]:
+    """Which memory it shows, by the number of this rank's part, and its size, strides and offset in the whole."""
+    memory, image = _image(tensor)
+    return memory, (tuple(image.shape), image.stride(), image.storage_offset())
+
+
+def _image(tensor: DTensor) -> tuple[int, torch.Tensor]:
+    if (shown := vars(tensor).get(SHOWS)) is not None:
+        memory, image = _image(shown.origin)
+        return memory, shown.of(image)
+    image = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return memory_id(local_part(tensor).untyped_storage()), image
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ def leave_to_others(places: Sequence[torch.Tensor], known: Iterable[torch.Tensor
     others = [tensor for tensor in every if _lies_in(tensor, buffers) and id(tensor) not in ours]
     for place in places:
         begin = place.storage_offset()
-        inside = [tensor for tensor in others if _is_part(tensor, place)]
+        inside = [tensor for tensor in others if is_part(tensor, place)]
         kept = place.detach().clone() if inside else place
         for tensor in inside:
             tensor.data = kept.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - begin)
@@ -77,7 +77,7 @@ def _lies_in(tensor: torch.Tensor, buffers: Container[int]) -> bool:
     return memory is not None and memory_id(memory) in buffers
 
 
-def _is_part(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+def is_part(tensor: torch.Tensor, place: torch.Tensor) -> bool:
     first, begin = tensor.storage_offset(), place.storage_offset()
     last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     same = memory_id(tensor.untyped_storage()) == memory_id(place.untyped_storage())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +64,11 @@ class Spot:
     sparse: bool = False
     base: torch.Tensor | None = None
     """what it is a view of"""
+    offset: int = 0
+    """of a view: where it begins in its base's memory"""
+    memory: object = field(default_factory=object)
+    """the same one for what shows the same memory"""
+    of_base: Spot | None = None
 
     @property
     def mine(self) -> bool:

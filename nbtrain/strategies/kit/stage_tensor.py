@@ -36,7 +36,7 @@ INSIDE = (
     "stage computes on its rank alone: read it in the loop, before or after the model is called, or use --strategy fsdp"
 )
 OUTSIDE = (
-    "a tensor ({shape}) that lies on one rank under pipeline, and that the cell has made outside of `with whole(…)`, "
+    "a tensor ({shape}) that lies on one rank under pipeline, and that was made outside of `with whole(…)`, "
     "as `state = model.state_dict()` is: make it in such a block, too, or use it outside. Of what was taken from the "
     "model in another block take a copy there: `copy.deepcopy(model.state_dict())`"
 )
@@ -233,6 +233,7 @@ def _attribute(kind: str, name: str, func: Any, args: Any) -> Any:
     if is_stage_tensor(value) and spot_of(value).owner != spot.owner:
         value = full_tensor(value).detach()
     if name == "data":
+        spot.base, spot.offset, spot.memory = None, 0, object()
         spot.strides = spot_of(value).strides if is_stage_tensor(value) else _strides(value)
     if not spot.mine:
         value = stand_in(value.detach()) if name == "data" else gradient_elsewhere(value, spot.of, spot.owner)
@@ -317,9 +318,13 @@ def _view(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         wants = tensor.requires_grad and torch.is_grad_enabled() and name not in ("data", "detach")
         found = pytree.tree_map_only(torch.Tensor, lambda t: _one_number(t, tensor).requires_grad_(wants), shown)
     leaves, base = iter(forms), tensor if spot.base is None else spot.base
-    return pytree.tree_map_only(
-        torch.Tensor, lambda leaf: put(leaf, Spot(spot.of, spot.owner, _strides(next(leaves)), base=base)), found
-    )
+
+    def shows(leaf: torch.Tensor) -> torch.Tensor:
+        form, shown = next(leaves), Spot(spot.of, spot.owner, base=base, memory=spot.memory)
+        shown.strides, shown.offset, shown.of_base = _strides(form), int(form.storage_offset()), spot.of_base or spot
+        return put(leaf, shown)
+
+    return pytree.tree_map_only(torch.Tensor, shows, found)
 
 
 def _strides(tensor: torch.Tensor) -> Any:
@@ -327,11 +332,24 @@ def _strides(tensor: torch.Tensor) -> Any:
 
 
 def _image(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the device meta that has its shape, and the strides that it has on its rank."""
-    strides = spot_of(tensor).strides
-    if strides is None:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    """A tensor on the device meta that lies in its memory as it does on its rank."""
+    spot = spot_of(tensor)
+    strides = torch.empty(tensor.shape, device="meta").stride() if spot.strides is None else spot.strides
+    if not spot.offset:
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    end = spot.offset + sum(max(0, size - 1) * step for size, step in zip(tensor.shape, strides, strict=True)) + 1
+    return torch.empty(end, dtype=tensor.dtype, device="meta").as_strided(tensor.shape, strides, spot.offset)
+
+
+def shown_by_view(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
+    """The tensor whose memory a view shows, and its size, strides and offset there. None: it is no view, or that tensor
+    was given other memory since. The same on all ranks; the cell may have ended."""
+    spot = spot_of(tensor)
+    if spot.base is None or spot.of_base is None or spot.memory is not spot.of_base.memory:
+        return None
+    with tensors.as_plain_tensors():
+        image = _image(tensor)
+        return spot.base, (tuple(image.shape), image.stride(), image.storage_offset())
 
 
 def _one_number(form: torch.Tensor, of: torch.Tensor) -> torch.Tensor:

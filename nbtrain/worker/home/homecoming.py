@@ -66,7 +66,7 @@ class Homecoming:
         alike = everybody and several and not runtime.strategy.facts.hands_off
         try:
             if everybody:
-                twins.compare(runtime.components.pieces(), names)
+                twins.compare(runtime.components.pieces(), names, run.spec.keep)
             homeward = twins.homeward(names, run.spec.keep, LIMIT if run.spec.pool.start != "fork" else math.inf)
             # Else no tensor need be asked: most warm cells train nothing.
             may_have_gradients = run.gradients or runtime.backward_and_step.ran_backward

@@ -10,8 +10,7 @@ import ctypes
 import mmap
 import sys
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,7 +23,7 @@ from nbtrain.compat.dtensor import is_divided
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum
-from nbtrain.exchange.kinds.split_tensors import SplitTensor, join, part
+from nbtrain.exchange.kinds.split_tensors import Alias, SplitTensor, blank_alias, join, note_aliases, part, window_in
 from nbtrain.exchange.kinds.tensors import TENSOR
 from nbtrain.worker.ranks.collectives import on_the_wire
 
@@ -37,6 +36,11 @@ NOT_THE_SAME = (
     "replaced some by itself (`del optimizer.state[p]` below `if rank == 0:`), and of models that are divided among "
     "the ranks each has a part only. Do it on every rank, without an `if`; or take --strategy ddp, where each rank has "
     "all"
+)
+STAYED = (
+    "a tensor of {name} that a cell before has made, which stayed on the ranks (--keep, or too large to come home): in "
+    "one process it goes on being the weight, and here it cannot. Make it in the cell that uses it, or keep a copy "
+    "(`copy.deepcopy(model.state_dict())`)"
 )
 
 Ranges = list[tuple[int, int]]
@@ -60,6 +64,10 @@ class Pieces:
         self.world_size = world_size
         self.table = table
         self._held: list[HeldPiece] = []
+        self._made: list[tuple[Any, Any, Any]] = []
+        """what shows those; of the cell that is coming home: (tensor without numbers, of which, form)"""
+        self._views: list[Any] = []
+        """tensors without numbers, of the last cell"""
         self.made_by_cells: list[tuple[Any, Any]] = []
         """tensors in pieces: a `state_dict`, gradients that were kept, a norm that no rank has whole"""
 
@@ -105,32 +113,68 @@ class Pieces:
         self._exchange_ranges()
         return True
 
-    def take_in(self, values: Mapping[str, Any], pieces: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    def take_in(
+        self, values: Mapping[str, Any], pieces: Sequence[tuple[Any, Any]], kept: Container[str] = ()
+    ) -> list[tuple[Any, Any]]:
         """After a cell: what it can have left behind below these names, beside the `pieces` that a strategy knows.
         Collective; raises where ranks do not have the same pieces. Returns (old, new) of those that are not divided by
-        rows: these are whole from now on."""
+        rows, which are whole from now on, and of what shows one of `pieces`: see `learn_views`."""
         known = {id(tensor) for tensor, _ in pieces}
-        found = made_by_cell(values, known)
+        from nbtrain.worker.home.weight_views import WeightViews
+
+        views = WeightViews(pieces).below(values, kept)
+        places = [(tensor, place) for tensor, place in views if self._shared_at_home(tensor, place[0])]
+        blanks = [(tensor, blank_alias(*place)) for tensor, place in places]
+        self._made = [(blank, *place) for (_, blank), (_, place) in zip(blanks, places, strict=True)]
+        found = made_by_cell(values, known | {id(tensor) for tensor, _ in places})
         made = self._on_all_ranks(found) if self.agree(pieces, bool(found)) else []
         # A dict of states that no name of this cell leads to goes on being in pieces while the notebook has it; so does
         # what an optimizer was given another state in the place of.
         every: list[Any] = [one.tensor for one in self._held]
         left = [t for t in every if id(t) not in known and self.table.find(t)]
-        left = [t for t in left if _is_stage_tensor(t) or (is_divided(t) and _by_rows(t))]
+        left = [t for t in left if is_stage_tensor(t) or (is_divided(t) and _by_rows(t))]
         before = {id(tensor): piece for tensor, piece in self.made_by_cells}
         self.made_by_cells = []
         if not made and not left:
-            return []
+            return blanks
         from nbtrain.strategies.kit.row_shards import RowShards, whole
         from nbtrain.strategies.kit.stage_tensors import full_copy
 
-        replaced = []
+        replaced: list[tuple[Any, Any]] = list(blanks)
         for t in {id(t): t for t in (*made, *left)}.values():
             if _by_rows(t):
                 self.made_by_cells.append((t, before.get(id(t)) or RowShards(t)))
             else:
-                replaced.append((t, full_copy(t) if _is_stage_tensor(t) else whole(t)))
+                replaced.append((t, full_copy(t) if is_stage_tensor(t) else whole(t)))
         return replaced
+
+    def _shared_at_home(self, tensor: Any, of: Any) -> bool:
+        """Whether the notebook does not know the tensor yet, or has it as showing the same memory."""
+        node, other = self.table.find(tensor), self.table.find(of)
+        return node is None or bool(other and node.fixed and other.fixed and node.fixed[0] is other.fixed[0])
+
+    def learn_views(self, learned: bool) -> None:
+        """After `learn`, and what that returned: what a cell has left that shows a tensor in pieces travels as a view
+        of it."""
+        self._views = []
+        for blank, of, form in self._made:
+            apart = self.table.apart[id(of)]
+            if (window := window_in(apart, form)) is not None:
+                self.table.apart[id(blank)] = Alias(blank, apart.place, window)
+                self._views.append(blank)
+        self._made = []
+        if learned or self._views:
+            note_aliases(self.table, ())
+
+    def refuse_stayed(self) -> None:
+        """Before the next cell: those of them that the notebook was not given, as what is too large for it."""
+        for blank in self._views:
+            if self.table.find(blank) is None:
+                from nbtrain.worker.setup.taken_tensors import give_up
+
+                del self.table.apart[id(blank)]
+                give_up(blank, "a weight", STAYED)
+        self._views = []
 
     def _on_all_ranks(self, made_here: Mapping[str, list[Any]]) -> list[Any]:
         """Those of these tensors that every rank has a part of, as it takes to bring one together. Collective.
@@ -280,49 +324,31 @@ def _number(known: HeldPiece) -> int:
 
 def made_by_cell(values: Mapping[str, Any], known: set[int]) -> dict[str, list[Any]]:
     """Tensors in pieces that a cell has made, below these names. `known`: ids of those that are passed by."""
+    from nbtrain.worker.home.weight_views import tensors_below
+
     tensors_of_name = {
-        name: [t for t in _parted_tensors([value]) if id(t) not in known] for name, value in values.items()
+        name: [t for t in tensors_below([value], _is_parted) if id(t) not in known] for name, value in values.items()
     }
     return {name: tensors for name, tensors in tensors_of_name.items() if tensors}
 
 
-def _is_stage_tensor(value: Any) -> bool:
+def is_stage_tensor(value: Any) -> bool:
     of_kit = if_imported("nbtrain.strategies.kit.stage_tensor", "is_stage_tensor")
     return of_kit is not None and bool(of_kit(value))
 
 
+def _is_parted(value: Any) -> bool:
+    dtensor = if_imported("torch.distributed.tensor", "DTensor")
+    return is_stage_tensor(value) or (dtensor is not None and isinstance(value, dtensor))
+
+
 def _by_rows(tensor: Any) -> bool:
     """Whether it is divided as those are that a strategy knows, and stays so."""
-    if _is_stage_tensor(tensor):
+    if is_stage_tensor(tensor):
         return False
     from nbtrain.strategies.kit.row_shards import by_rows  # it loads DTensor
 
     return by_rows(tensor)
-
-
-def _parted_tensors(values: Iterable[Any]) -> list[Any]:
-    """Tensors in pieces among these and in the containers and plain objects below them, in an order that ranks
-    share."""
-    dtensor = if_imported("torch.distributed.tensor", "DTensor")
-    by_id: dict[int, Any] = {}
-    seen: set[int] = set()
-    todo = list(values)[::-1]
-    while todo:
-        value = todo.pop()
-        if _is_stage_tensor(value) or (dtensor is not None and isinstance(value, dtensor)):
-            by_id.setdefault(id(value), value)
-        elif id(value) not in seen:
-            if isinstance(value, dict):
-                inner: Iterable[Any] = value.values()
-            elif isinstance(value, (list, tuple, deque)):
-                inner = value
-            elif type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
-                inner = vars(value).values()
-            else:
-                continue
-            seen.add(id(value))
-            todo.extend(list(inner)[::-1])
-    return list(by_id.values())
 
 
 def _pattern(names: list[str], identities: dict[str, list[int]]) -> list[int]:

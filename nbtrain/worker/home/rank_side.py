@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from nbtrain.exchange import python_module_baseline
@@ -14,6 +14,7 @@ from nbtrain.exchange.graph.rank_paths import RankPaths
 from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.base import OPTION, Node, learn_atoms
 from nbtrain.exchange.kinds.python_module_state import MODULE
+from nbtrain.exchange.kinds.split_tensors import note_aliases
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import own
 from nbtrain.exchange.parcel import HomeParcel, NewObject, Opener, Packer, Parcel
@@ -44,6 +45,8 @@ class RankSide:
         self.pieces = Pieces(rank, world_size, self.table)
         self._states: dict[int, tuple[Any, Any]] = {}
         """key → optimizer and its state when the cell began: a replaced state may be referenced elsewhere"""
+        self.aliases: list[Any] = []
+        """of the tensors in pieces, for the cell that begins (`note_aliases`)"""
         self._unsure = False
         """another rank was the lead, so what this one remembers may be outdated"""
 
@@ -148,24 +151,30 @@ class RankSide:
         for old, new in pairs:
             node = self.table.find(old)
             if node is not None:
-                fixed = node.fixed
+                fixed, memo = node.fixed, node.memo
                 self.table.replace(node, new, node.kind)
                 node.fixed = fixed
+                if memo is not None:  # which part of its memory it shows in the notebook
+                    memo.flat = memo.memory = None
+                    node.memo = memo
             apart = self.table.apart.pop(id(old), None)
             if apart is not None:  # set up again, it is in pieces again
                 self.table.apart[id(new)] = apart
 
-    def parted(self, pieces: Iterable[tuple[Any, Any]]) -> list[Node]:
-        """These tensors are in pieces here, before a cell begins. Collective. Returns the nodes that are to be
-        remembered as they are now."""
-        if not self.pieces.learn(pieces):
+    def parted(self, pieces: Iterable[tuple[Any, Any]], touched: Iterable[Node]) -> list[Node]:
+        """These tensors are in pieces here, before a cell begins. Collective. `touched`: nodes that are new or have
+        changed. Returns those that are to be remembered as they are now."""
+        learned = self.pieces.learn(pieces)
+        self.pieces.refuse_stayed()
+        self.aliases = note_aliases(self.table, touched) if self.pieces else []
+        if not learned:
             return []
         apart = self.table.apart
         return [n for n in self.table.nodes.values() if any(id(child.obj) in apart for child in n.children)]
 
-    def compare(self, pieces: Iterable[tuple[Any, Any]], names: Iterable[str]) -> None:
+    def compare(self, pieces: Iterable[tuple[Any, Any]], names: Iterable[str], keep: Container[str] = ()) -> None:
         """After a cell: which tensors in pieces the notebook has differently. Collective. `names`: those that the
-        notebook sent for it."""
+        notebook sent for it; `keep`: those that are to stay here."""
         pieces = list(pieces)
         if pieces or self.pieces:
             values = {name: self.namespace[name] for name in {*names, *self._bound()} if name in self.namespace}
@@ -174,8 +183,8 @@ class RankSide:
                 for key, (tensor_now, state_before) in self._states.items()
                 if tensor_now.state is not state_before
             }
-            self.replace(self.pieces.take_in(values, pieces))
-            self.pieces.learn(pieces, before_cell=False)
+            self.replace(self.pieces.take_in(values, pieces, keep))
+            self.pieces.learn_views(self.pieces.learn(pieces, before_cell=False))
             self.pieces.compare()
 
     def _bound(self) -> list[str]:

@@ -14,6 +14,7 @@ from nbtrain.worker.home.pack_changes import KERNEL
 from nbtrain.worker.process.rank_environment import BuiltinsGuard
 
 if TYPE_CHECKING:
+    from nbtrain.worker.home.aliases import Aliases
     from nbtrain.worker.measure.step_profile import StepProfile
     from nbtrain.worker.measure.trial_steps import TrialSteps
 
@@ -35,6 +36,8 @@ class CellRuns:
         """the last run's"""
         self._replaced: str | None = None
         """a sentence about builtins that the last cell replaced"""
+        self._aliases: Aliases | None = None
+        """of weights in pieces, while a cell runs"""
         self.trial: TrialSteps | None = None
         """set while a trial runs"""
         self.ended = False
@@ -157,13 +160,18 @@ class CellRuns:
         changed = bool(touched or run.drop or run.unbind)
         objects = rank.runtime.to_prepare({**names, **twins.modules}, changed)
         runtime.prepare(objects, rank.board, run.number)
-        parted = twins.parted(runtime.components.pieces())
+        parted = twins.parted(runtime.components.pieces(), touched)
         twins.start([*touched, *parted], rank.info.rank == run.ranks[0])
         left = twins.objects(twins.with_gradients()).values() if run.gradients else ()
         runtime.backward_and_step.gradients_between_cells.begin(
             twins.objects(run.lost_gradients), left, twins.objects(run.notebook_gradients).values()
         )
         notes = runtime.begin(spec, objects, rank.board, run.number, self.trial)
+        if twins.aliases:
+            from nbtrain.worker.home.aliases import Aliases  # few cells have some
+
+            self._aliases = Aliases()
+            self._aliases.begin(twins.aliases, twins.table, runtime.components.prepared, twins.replace)
         if again:
             notes.append(f"changed on disk, loaded again: {', '.join(again)}")
         return names, RankState(rank=rank.info.rank, time=time.time(), state="running", notes=tuple(notes))
@@ -213,10 +221,16 @@ class CellRuns:
         try:
             said, self._replaced = self._replaced, None
             self.notes = (*self._rank.runtime.now.end(failure is None), *filter(None, [said]))
+            if self._aliases is not None and failure is None:
+                self._aliases.check(self._rank.runtime.now.components)
         except Exception as error:  # nbtrain's own, and reported as the cell's
             self.broken = True
             if failure is None:
                 return error, self._rank.failing.lines_of(error)
+        finally:
+            if self._aliases is not None:
+                self._aliases.end(self._rank.twins.replace)
+                self._aliases = None
         return failure, lines
 
     def _settle(self, failure: BaseException | None, lines: list[str]) -> Failure:

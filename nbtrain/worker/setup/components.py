@@ -58,6 +58,7 @@ from nbtrain.worker.setup.set_up_component import (
     refuse_renormed,
     released,
     replaced_by,
+    views_of,
 )
 
 Replaced = Callable[[Sequence[tuple[Any, Any]]], None]
@@ -341,6 +342,7 @@ class Components(Part):
             if self.strategy.facts.batch_per != "pool":
                 refuse_renormed(component)
         inside = self.inside
+        follow = views_of(named_parameters(component)) if inside and self.world_size > 1 else None
         with self.paused():
             for kept in old:
                 self.close(kept, amid=inside)
@@ -364,6 +366,8 @@ class Components(Part):
             self.kept.append(SetUpComponent(prepared, objects, parameters, component_layout(component)))
         self.ready |= {id(p) for p in parameters}
         self.known.clear()
+        if follow is not None:
+            follow(named_parameters(component), self.replaced)
 
     def _grown(self, kept: SetUpComponent, component: Component) -> bool:
         """Whether only optimizers or schedulers are new, and the strategy has added them."""

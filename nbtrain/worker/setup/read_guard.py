@@ -23,7 +23,7 @@ STALE = (
     "model inside, or write `with whole(p) as p:`"
 )
 OUTSIDE = (
-    "a tensor in pieces that the cell has made outside of `with whole(…)`, as torch.zeros_like(p), p.detach() and "
+    "a tensor in pieces that was made outside of `with whole(…)`, as torch.zeros_like(p), p.detach() and "
     "model.state_dict() make them: make it in such a block, too, as in `with whole(model): sums = "
     "[torch.zeros_like(p) for p in model.parameters()]`, or use it outside. Of what was taken from the model in "
     "another block, take a copy there: `copy.deepcopy(model.state_dict())`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.modules import named_parts
 from nbtrain.strategies.base import Component, HoldsModules, Prepared, Shards, Strategy, gradient_pieces_of, is_lazy
 from nbtrain.strategies.kit.component_tensors import buffers_of, is_blank
+from nbtrain.worker.ranks.collectives import gather
 from nbtrain.worker.setup.component_groups import belonging_to
 
 if TYPE_CHECKING:
@@ -178,3 +180,22 @@ def blanks_of(component: Component) -> MetaInit | None:
     from nbtrain.worker.setup.meta_init import MetaInit  # few models are made without content
 
     return MetaInit.of(component)
+
+
+def views_of(named: Iterable[tuple[str, torch.Tensor]]) -> Callable[[Any, Any], None]:
+    """In a cell, before these are set up: what shows their memory. What is returned has it show what they have become,
+    by then, or refuse to be used. Collective."""
+    from nbtrain.worker.setup.taken_tensors import (  # most cells set nothing up in their middle
+        EARLIER,
+        Lying,
+        hand_over,
+    )
+
+    lying = Lying(named)
+
+    def follow(named: Iterable[tuple[str, torch.Tensor]], replaced: Callable[[Any], None]) -> None:
+        left = lying.left(named)
+        counts = gather(len(left))
+        hand_over(left, min(counts) == max(counts), replaced, EARLIER)
+
+    return follow

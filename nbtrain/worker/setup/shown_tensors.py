@@ -228,7 +228,7 @@ def in_pieces(prepared: Iterable[Prepared]) -> tuple[list[Shown], list[ShownGrad
     for component in prepared:
         if not isinstance(component, Shards):
             continue
-        names = _names(component.component)
+        names = names_of(component.component)
         for tensor, piece in component.pieces():
             by_id[id(tensor)] = Shown(tensor, piece, names.get(id(tensor), "a tensor of an optimizer's state"))
         for p, piece in component.gradient_pieces():
@@ -236,7 +236,7 @@ def in_pieces(prepared: Iterable[Prepared]) -> tuple[list[Shown], list[ShownGrad
     return [*by_id.values()], gradients
 
 
-def _names(component: Component) -> dict[int, str]:
+def names_of(component: Component) -> dict[int, str]:
     names = {id(p): name for name, p in reversed([*named_parameters(component)])}
     for name, optimizer in component.optimizers.items():
         for p, key, value in tensors_in_state(optimizer):
