@@ -13,6 +13,7 @@ from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.function_modes import FunctionGuard, name_of
 from nbtrain.strategies.kit.memory_left_behind import left_by
 from nbtrain.strategies.kit.owned_tensors import ANSWERED
+from nbtrain.strategies.kit.stage_spot import SPOT
 from nbtrain.worker.setup.components import Components
 from nbtrain.worker.setup.shown_tensors import Shown, ShownGradient, tensors_in
 from nbtrain.worker.setup.taken_tensors import TakenTensors
@@ -76,7 +77,7 @@ class ReadGuard:
             for tensor in tensors_in(arguments):
                 if (held := self._apart.get(id(tensor))) is not None:
                     raise NotSupported(STALE.format(name=held, whose=self._whose(held)))
-                if is_divided(tensor):
+                if is_divided(tensor) or SPOT in vars(tensor):
                     raise NotSupported(OUTSIDE)
                 if (held := left_by(tensor)) is not None:
                     raise NotSupported(BEFORE.format(name=held))
