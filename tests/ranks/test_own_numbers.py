@@ -27,6 +27,8 @@ STEPPED = "the ranks come to optimizer.step() with different"
 DIFFERS = "rank 1 differs from rank 0 in model."
 HELD = "with whole(model, gradients=True)"
 """needed for the same number on all ranks, too"""
+SET_TO_NONE = "optimizer.zero_grad()"
+"""is what the sentence names"""
 MEAN = "the ranks' mean is taken"
 RIGHT = ""
 """rank 0's is taken"""
@@ -64,13 +66,17 @@ ROWS = {
     "gradients given by hand": (GIVEN, "gradients", GRADIENTS),
     "gradients given by hand, without a backward": (f"opt.zero_grad()\n{GIVEN}", "gradients", GRADIENTS),
     "gradients given by hand, before a backward": (GIVEN, "loss", GRADIENTS | {"deepspeed": MEAN}),
+    "gradients set to None on one rank": ("if c > 0.5: opt.zero_grad()", "gradients", {"": SET_TO_NONE, "ddp": AT_THE_END, "pipeline": "the ranks have gone different ways"}),
+    "one of them": ("if c > 0.5: model[2].bias.grad = None", "gradients", {"": SET_TO_NONE, "ddp": AT_THE_END}),
+    "gradients of the step before, on one rank": ("if c > 0.5: continue", "between", {"ddp": AT_THE_END, "deepspeed": "the last step's gradients were not set to None"}),
+    "gradients of some batches, on one rank": ("if c > 0.5 and i == 1: opt.zero_grad()\nif i % 2 == 0: continue", "gradients", {"": SET_TO_NONE, "ddp": AT_THE_END, "pipeline": "the ranks have gone different ways"}),
     "running statistics": ("model[1].running_mean.fill_(c)", "between", {"": DIFFERS, "pipeline": WROTE}),
     "running statistics that are given": ("model[1].running_mean = torch.full((8,), c)", "between", {"": DIFFERS}),
 }  # fmt: skip
 """(what the cell writes with its number `c`, where, the sentence by strategy: that of the longest name it begins with)"""
 
 STRATEGIES = [
-    "zero1", "sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "pipeline",
+    "ddp", "zero1", "sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "pipeline",
 ]  # fmt: skip
 
 
@@ -92,6 +98,8 @@ def test_numbers_of_a_ranks_own(name: str, oracle: Oracle) -> None:
     found = {}
     with Player(name) as ranks:
         for what, (text, place, sentences) in ROWS.items():
+            if name == "ddp" and name not in sentences:  # of what lies whole on each rank
+                continue
             notebook = NORM if "statistics" in what else ""
             sentence = wanted(name, {"": WROTE, **sentences})
             for number in (OWN, ALIKE):

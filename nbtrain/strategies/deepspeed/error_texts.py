@@ -88,8 +88,9 @@ def without_gradient(names: list[str]) -> str:
 
 def without_gradient_here(names: list[str]) -> str:
     return (
-        f"{_some(names)} got no gradient in this step, and on another rank other parameters: DeepSpeed's engine needs "
-        "the same on all. Add 0 * p.sum() of them to the loss, or take the strategy ddp"
+        f"{_some(names)} got no gradient in this step (or it was set to None), and on another rank other parameters: "
+        "DeepSpeed's engine needs the same on all. Add 0 * p.sum() of them to the loss, write optimizer.zero_grad() "
+        "above `if rank == 0:`, or take the strategy ddp"
     )
 
 

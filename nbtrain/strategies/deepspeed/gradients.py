@@ -28,7 +28,7 @@ from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, HeldGradient
 from nbtrain.strategies.kit.component_tensors import named_parameters
 from nbtrain.strategies.kit.same_on_ranks import differing
-from nbtrain.strategies.kit.written_numbers import FIRST, compare
+from nbtrain.strategies.kit.written_numbers import FIRST, compare, found_gradients, wrote
 
 
 class EngineGradients:
@@ -275,15 +275,16 @@ class EngineGradients:
         if self.stepped:  # and nobody has thrown them away since
             self.discard()
             raise NotSupported(error_texts.NOT_ZEROED)
+        if isinstance(parts.inner, InnerOptimizer):
+            parts.state.follow()
+        found_gradients([id(p) in self.graded for p in self.trained], usual=True)
+        self.count += 1
+        if self.count <= FIRST or not self.count & (self.count - 1):
+            self._compare()
         if not self.held.some:
             if self.graded:
                 raise NotSupported(error_texts.ZEROS)
             return  # no gradients: one process would leave everything as it is
-        if isinstance(parts.inner, InnerOptimizer):
-            parts.state.follow()
-        self.count += 1
-        if self.count <= FIRST or not self.count & (self.count - 1):
-            compare(parts.device)
         inner = parts.inner
         missing = self._missing()
         self.weights.follow_edits(self.trained)
@@ -323,6 +324,13 @@ class EngineGradients:
         if dirty:  # once a step is enough
             self.parts.layout.wipe_gradients()
         self.weights.remember(self.trained)
+
+    def _compare(self) -> None:
+        try:
+            compare(self.parts.device)
+        except NotSupported as error:
+            missing = self._names({id(p) for p in self.trained} - self.graded)
+            raise NotSupported(error_texts.without_gradient_here(missing)) if missing else error from None
 
     def _missing(self) -> set[int]:
         """Ids of parameters that have no gradient, which a step leaves as they are: the same on every rank."""
@@ -376,6 +384,8 @@ class EngineGradients:
         if any(map(TRAINABLE, self.parts.parameters)):  # else a loss of another model's: a GAN freezes one for it
             self.parts.check_frozen()  # before anything is sent: all ranks say it
         self._follow()
+        if self.graded:  # which ones may be this rank's own
+            wrote(True)
         if self.held.reduced:  # more is added to what stage 1 has averaged for the step: the mean of means is the mean
             gradients = self.held.full()
             self.discard()

@@ -43,6 +43,7 @@ from nbtrain.strategies.kit.row_shards import (
 from nbtrain.strategies.kit.running_statistics import launch_statistics, norms_of
 from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.strategies.kit.units_to_wrap import find_roots, find_units
+from nbtrain.strategies.kit.written_numbers import found_gradients
 
 FROZEN = (
     "the ranks train different weights (`p.requires_grad_(rank == 0)`), and under fsdp each keeps its part of every "
@@ -228,6 +229,7 @@ class PreparedFSDP(Shards):
         given_memory.check("data")
         if not self._mine(optimizer):
             return
+        found_gradients([p.grad is not None for p in parameters_of(optimizer)], usual=True)
         if self.sync.norms:
             with torch.no_grad():
                 launch_statistics(self.sync.norms)()

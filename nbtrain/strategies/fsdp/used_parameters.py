@@ -21,7 +21,7 @@ from nbtrain.base.errors import NotSupported
 from nbtrain.compat import fsdp2
 from nbtrain.strategies.kit.collective_calls import OTHER_LAYERS, OWN_NUMBERS, needs_all_ranks
 from nbtrain.strategies.kit.dtensor_operations import counts
-from nbtrain.strategies.kit.written_numbers import ROUNDING, WORDS, norms, numbers, size
+from nbtrain.strategies.kit.written_numbers import ROUNDING, WORDS, found_gradients, norms, numbers, size
 
 
 class UsedParameters:
@@ -39,6 +39,8 @@ class UsedParameters:
         self.used: set[int] = set()
         self.new: dict[int, Any] = {}
         """sharded parameters that had no gradient before this backward"""
+        self.had: list[bool] = []
+        """which had one"""
         for state, about in zip(states, subjects, strict=True):
             for group in fsdp2.groups(state):
                 self._watch(group, id(state), about)
@@ -61,6 +63,7 @@ class UsedParameters:
         self.ran.clear()
         self.used.clear()
         self.new.clear()
+        self.had.clear()
         self.told = None
 
     def _watch(self, group: Any, state: int, about: int) -> None:
@@ -79,7 +82,8 @@ class UsedParameters:
             full = fsdp2.unsharded(weight)
             if full is None or not full.requires_grad:
                 continue
-            if fsdp2.sharded(weight).grad is None:
+            self.had.append(fsdp2.sharded(weight).grad is not None)
+            if not self.had[-1]:
                 self.new.setdefault(id(weight), fsdp2.sharded(weight))
             if fsdp2.held_back(weight):
                 self.used.add(id(weight))
@@ -93,6 +97,8 @@ class UsedParameters:
         if not params:
             return
         marks = [float(id(param) in self.used) for param in params]
+        found_gradients(self.had, usual=False)
+        self.had.clear()
         own = [self.order, (numbers[0] if numbers else 0) % WORDS, size() if norms else 0.0]
         numbers.clear()
         norms.clear()

@@ -30,8 +30,9 @@ OTHER_LAYERS = (
 
 OWN_NUMBERS = (
     "the ranks wrote different numbers to weights, gradients or states in pieces (p.grad.mul_(c), a learning rate, the "
-    "limit of a clipping, a state dict), or one wrote alone (below `if rank == 0:`), and each rank keeps its part of "
-    "one tensor. Write on every rank, and give all ranks the same: reduce(c)"
+    "limit of a clipping, a state dict), or one wrote alone, or set gradients to None (optimizer.zero_grad() below `if "
+    "rank == 0:`), and each rank keeps its part of one tensor. Write on every rank, and give all ranks the same: "
+    "reduce(c)"
 )
 
 OTHER_TENSORS = (

@@ -26,6 +26,7 @@ from nbtrain.strategies.kit.collective_calls import subject
 from nbtrain.strategies.kit.gradient_buckets import AllReduce, Bucket, in_buckets
 from nbtrain.strategies.kit.gradient_graphs import GradientGraphs, means_of, of_means
 from nbtrain.strategies.kit.running_statistics import launch_statistics
+from nbtrain.strategies.kit.written_numbers import found_gradients
 
 TRAINABLE = attrgetter("requires_grad")
 TOO_EARLY = (
@@ -63,8 +64,8 @@ class GradientAverage:
         self.ids = frozenset(map(id, self.parameters))
         self.capacity = int(bucket_mb * 2**20)
         self.on = True
-        self.adds = False
-        """the backward adds to gradients that were there"""
+        self.had: list[bool] = []
+        """which parameters had a gradient when the backward began, which adds to it; empty: none had"""
         self.graphs = False
         """gradients were averaged with their graphs: a backward through them averages in its middle, and nothing else
         is sent before its end, so that collectives pair up"""
@@ -105,7 +106,8 @@ class GradientAverage:
         if not self.armed:
             if self.stale or not all(map(eq, map(TRAINABLE, self.parameters), self.trainable)):
                 self.build()
-            self.adds = True in [p.grad is not None for p in self.parameters]
+            had = [p.grad is not None for p in self.parameters]
+            self.had = had if True in had else []
         if not sync:
             self.on, self.held_back = False, True
         return self
@@ -183,6 +185,8 @@ class GradientAverage:
     def finish(self) -> None:
         """The backward has ended: send what this rank did not use, wait, hand the gradients out."""
         try:
+            if self.had and not self.held_back:  # else they may be this rank's own
+                found_gradients(self.had, usual=False)
             graphs = GradientGraphs(self.where, self.parameters) if self.again else None
             while len(self.under_way) < len(self.buckets):
                 self.launch()
@@ -201,7 +205,7 @@ class GradientAverage:
         views = tensors.unflatten(flat, bucket.shapes)
         # No need to look at the flags, and no wait for the device. A gradient that was there before stays that object,
         # as in one process: the loop may hold it.
-        if complete and bucket.contiguous and not self.spent and not self.adds:
+        if complete and bucket.contiguous and not self.spent and not self.had:
             for p, g in zip(bucket.parameters, views, strict=False):
                 p.grad = g
             self.averaged.update(zip(bucket.keys, map(ref, views), strict=False))
@@ -271,6 +275,7 @@ class GradientAverage:
         keys = set(map(id, parameters))
         if self.ids.isdisjoint(keys):
             return
+        found_gradients([p.grad is not None for p in parameters], usual=True)
         self.catch_up(parameters)
         for key in keys:
             self.averaged.pop(key, None)

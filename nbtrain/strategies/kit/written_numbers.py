@@ -51,6 +51,13 @@ def wrote(*values: Any) -> None:
         numbers[:] = [hash((*numbers, told))]
 
 
+def found_gradients(there: Sequence[bool], usual: bool) -> None:
+    """Note which parameters have a gradient, unless it is as usual: none before a backward, all before a step. Where
+    one rank alone sets some to None, others add to theirs, or step by them."""
+    if (not usual) in there:
+        wrote(hash((usual, *there)))
+
+
 def wrote_whole(values: Iterable[Any]) -> None:
     """The same of numbers and of tensors that this rank has whole."""
     values = [*values]

@@ -242,7 +242,7 @@ class PipelineComponent(Shards):
     def backward(self, sync: bool = True) -> Iterator[float]:
         self._end_steps()
         self.stage_parameters.check_half(self.place.device)
-        self.stage_parameters.note_backward()
+        self.stage_parameters.note(step=False)
         self.stage_parameters.set_aside()
         try:
             with self.shared.backward():
@@ -276,7 +276,7 @@ class PipelineComponent(Shards):
         return with_closure(args, kwargs, lambda closure: self._outside(optimizer, closure))
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.stage_parameters.note_step()
+        self.stage_parameters.note(step=True)
         self.stage_parameters.set_aside()
         plain = ExitStack()
         plain.enter_context(self.stage_tensors.own_plain(self.stage_parameters.own_gradients))

@@ -20,7 +20,7 @@ from nbtrain.strategies.kit.owned_tensors import OwnedTensor, full_tensor, stand
 from nbtrain.strategies.kit.stage_spot import spot_of
 from nbtrain.strategies.kit.stage_tensor import SPARSE, gradient_elsewhere, is_stage_tensor
 from nbtrain.strategies.kit.stage_tensors import StageTensors
-from nbtrain.strategies.kit.written_numbers import NOTHING, begin, check, norms, numbers, told
+from nbtrain.strategies.kit.written_numbers import NOTHING, begin, check, found_gradients, norms, numbers, told
 from nbtrain.strategies.pipeline.cut_stages import Owners
 
 HALF = (
@@ -29,12 +29,11 @@ HALF = (
 )
 
 APART = (
-    "this rank has {}, and others have not (below `if rank == 0:`), and under pipeline one rank steps a weight for all "
-    "of them: write the same on every rank"
+    "this rank has frozen weights, and others have not (below `if rank == 0:`), and under pipeline one rank steps a "
+    "weight for all of them: write the same on every rank"
 )
-HAD, STEPPED, TRAINS = 16, 8, 4
-"""in what a rank tells of a weight: the last backward and the last step found a gradient, and it is not frozen. Ranks
-tell the same"""
+TRAINS = 4
+"""in what a rank tells of a weight: it is not frozen. Ranks tell the same"""
 
 
 class StageParameters:
@@ -46,10 +45,6 @@ class StageParameters:
         self._aside: list[tuple[torch.Tensor, Any]] = []
         self.half = False
         """a backward has failed, and left gradients; on every rank or on none"""
-        self.stepped: set[int] = set()
-        """ids of what had a gradient when an optimizer stepped last"""
-        self.had: set[int] = set()
-        """the same, when a backward began last"""
 
     def foreign(self, tensor: torch.Tensor) -> bool:
         return self.owners.is_foreign(tensor, self.rank)
@@ -76,21 +71,18 @@ class StageParameters:
 
     @torch.no_grad()
     def tell_gradients(self, device: torch.device) -> None:
-        """After a backward: who has one; and whether all have written the same, frozen the same and stepped by the
-        same. Collective."""
+        """After a backward: who has one; and whether all have written the same, and frozen the same. Collective."""
         if not self.trained:
             return
         with tensors.as_plain_tensors():
             have = [0 if self.foreign(p) or p.grad is None else 1 + p.grad.is_sparse for p in self.trained]
-            mine = [
-                HAD * (id(p) in self.had) + STEPPED * (id(p) in self.stepped) + TRAINS * p.requires_grad
-                for p in self.trained
-            ]
+            mine = [TRAINS * p.requires_grad for p in self.trained]
             own = told() if numbers or norms else NOTHING
             flags = torch.tensor([*map(sum, zip(have, mine, strict=True)), *own], dtype=torch.float32, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             *every, number, logarithms, least, least_logarithms = flags.tolist()
-            self._check_same([int(one) - int(one) % TRAINS for one in every], mine)
+            if [int(one) - int(one) % TRAINS for one in every] != mine:  # a rank that tells less ends the cell on all
+                raise NotSupported(APART)
             if number or logarithms or least or least_logarithms:
                 check((number, logarithms, least, least_logarithms))
                 begin()
@@ -99,12 +91,6 @@ class StageParameters:
                     p.grad = None
                 elif self.foreign(p) and not is_stage_tensor(p.grad):
                     p.grad = gradient_elsewhere(p, self.stage_tensors, self.owners.of[id(p)], there > 1)
-
-    def _check_same(self, most: list[int], own: list[int]) -> None:
-        """Raises on a rank that tells less than another: that ends the cell on all."""
-        if most != own:
-            steps = any(of_all ^ here >= STEPPED for of_all, here in zip(most, own, strict=True))
-            raise NotSupported(APART.format("set gradients to None" if steps else "frozen weights"))
 
     def own_gradients(self) -> list[torch.Tensor]:
         with tensors.as_plain_tensors():
@@ -122,15 +108,10 @@ class StageParameters:
             raise NotSupported(HALF)
         self.half = False
 
-    def note_step(self) -> None:
-        self.stepped = self._with_gradients()
-
-    def note_backward(self) -> None:
-        self.had = self._with_gradients()
-
-    def _with_gradients(self) -> set[int]:
+    def note(self, step: bool) -> None:
+        """Before a backward, or a step."""
         with tensors.as_plain_tensors():
-            return {id(p) for p in self.trained if p.grad is not None}
+            found_gradients([p.grad is not None for p in self.trained], usual=step)
 
     def set_aside(self) -> None:
         """Before an optimizer steps, or a backward adds: no foreign gradients."""
@@ -197,8 +178,6 @@ class StageParameters:
     def let_gradients_go(self) -> None:
         """Between cells a parameter that is another rank's has none here."""
         self.half = False
-        self.stepped.clear()
-        self.had.clear()
         for p in self.trained:
             if self.foreign(p):
                 p.grad = None

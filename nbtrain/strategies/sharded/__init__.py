@@ -42,6 +42,7 @@ from nbtrain.strategies.kit.profile_arithmetic import (
 )
 from nbtrain.strategies.kit.replicated import Replicated
 from nbtrain.strategies.kit.running_statistics import norms_of
+from nbtrain.strategies.kit.written_numbers import found_gradients
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
 from nbtrain.strategies.sharded.reduce_to_owner import GradientElsewhere, ReduceToOwner
@@ -122,12 +123,13 @@ class PreparedSharded(PreparedDivided):
         return norm
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self.reducing.catch_up(parameters_of(optimizer))
+        held = parameters_of(optimizer)
+        self.reducing.catch_up(held)
+        found_gradients([p.grad is not None for p in held], usual=True)
         super().before_step(optimizer)
 
     def to_be_the_same(self, held: list[torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
-        there = [torch.tensor(float(p.grad is not None), device=p.device) for p in held]
-        return {"gradients set to None": [*there], "weights": [*held]}
+        return {"weights": [*held]}
 
     def send(self, optimizer: Optimizer) -> None:
         mine = set(map(id, parameters_of(optimizer)))

@@ -22,6 +22,7 @@ from nbtrain.compat.layers import NormLayer
 from nbtrain.strategies.kit.gradient_average import TOO_EARLY, TWICE
 from nbtrain.strategies.kit.owned_tensors import GradientStandIn
 from nbtrain.strategies.kit.running_statistics import launch_statistics
+from nbtrain.strategies.kit.written_numbers import found_gradients
 
 REDUCED = "nbtrain_reduced"
 """the attribute of a gradient that is averaged, and of what stands for one: the rank that has it; it goes where the
@@ -114,6 +115,7 @@ class ReduceToOwner:
         if [p.requires_grad for p in self.parameters] != self.requires:
             self.build()
         self.before: set[int] = set()
+        self.had = [p.grad is not None for p in self.parameters]
         for p in self.parameters:
             grad = p.grad
             there = getattr(grad, REDUCED, None)
@@ -184,6 +186,8 @@ class ReduceToOwner:
     @torch.no_grad()
     def _finish(self) -> None:
         try:
+            if not self.held_back:  # else they may be this rank's own
+                found_gradients(self.had, usual=False)
             used = self.got | self.pending
             order = [*self.order, *self.late]
             marks = torch.tensor([float(id(p) in used) for p in order], device=order[0].device)

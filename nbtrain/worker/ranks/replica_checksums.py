@@ -24,7 +24,7 @@ from nbtrain.worker.random_states.rank_random_states import Randomness
 if TYPE_CHECKING:
     from nbtrain.worker.setup.components import Components
 
-WRITTEN = "the numbers that it wrote to weights, gradients or states in pieces"
+WRITTEN = "the numbers that it wrote to weights, gradients or states, or in which gradients it set to None"
 
 
 class ReplicaChecksums(Part):
