@@ -54,9 +54,8 @@ class TrainingThreads:
             raise NotSupported(*self.refused.args)
 
     def remembered(self, refusal: NotSupported) -> NotSupported:
-        """The same, which the cell fails by if it is raised in a thread of the cell's."""
-        if self.refused is None and threading.current_thread() is not threading.main_thread():
-            self.refused = refusal
+        """The same, which the cell fails by: a thread of it may have raised it, or the cell may catch it."""
+        self.refused = self.refused or refusal
         return refusal
 
     def _changed(self) -> None:
