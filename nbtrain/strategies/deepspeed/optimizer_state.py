@@ -42,6 +42,9 @@ class Given:
 
     def __init__(self, p: torch.Tensor, entry: dict[str, Any]) -> None:
         self.p, self.entry, self.was = p, entry, dict(entry)
+        self.noted()
+
+    def noted(self) -> None:
         self.versions = [tensors.version(tensor) for tensor in self.tensors()]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -198,7 +201,7 @@ class EngineOptimizerState:
                 self.closed.append(value)
         self.open = self.user.state
         entries = {p: ClosedState(None, entry) for p, entry in self.open.items()}
-        self.user.state = ClosedState(None, entries)
+        self.user.state = ClosedState(dict, entries)
 
     def begin(self) -> None:
         """After a step: it may have made a state, and goes on without what `state_dict()` has given."""
@@ -277,7 +280,15 @@ class EngineOptimizerState:
         share = self.layout.shares[id(p)]
         if self.inner.is_apart(share.flat):
             share = replace(share, at=0)
-        return self.layout.piece(share, p.shape, tensor.dtype, partial(self._part, share.flat, p, key))
+        part, filled = partial(self._part, share.flat, p, key), partial(self._filled, p, key)
+        return self.layout.piece(share, p.shape, tensor.dtype, part, filled)
+
+    def _filled(self, p: torch.Tensor, key: str, full: torch.Tensor) -> None:
+        """A block has shown it complete: what it has written there is in a state dict, too."""
+        for given in self.given:
+            if given.p is p and not given.edited() and isinstance(kept := given.was.get(key), torch.Tensor):
+                kept.copy_(full.view(kept.shape))
+                given.noted()
 
     def _part(self, number: int, p: torch.Tensor, key: str) -> torch.Tensor:
         value: torch.Tensor = self.inner.state_of(number, p)[key]

@@ -104,7 +104,8 @@ class ClosedState(defaultdict[Any, Any]):
     there or taken away."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (), None, None, iter(self.items())
+        made = (defaultdict, (dict,)) if self.default_factory else (dict, ())  # of all parameters, or of one
+        return *made, None, None, iter(self.items())
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise NotSupported(STATE)
