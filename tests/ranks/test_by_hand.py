@@ -433,6 +433,30 @@ SHARDED = {
 }  # fmt: skip
 
 
+NODE = "node = model[0].weight.expand_as(model[0].weight).grad_fn.next_functions[0][0]\nnode.register_prehook(lambda g: (g[0] * 0.5,))"
+MANY = "seen = []\nkept = torch.autograd.graph.register_multi_grad_hook([*model.parameters()], lambda grads: seen.append(len(grads)))"
+NODES = {
+    "a hook on the node of a weight": (CommonEdit("", "", "between", NODE), RIGHT),
+    "a hook on all gradients": (CommonEdit("", "", "between", MANY), RIGHT),
+}  # fmt: skip
+PIPELINE |= {what: (edit, "the autograd node") for what, (edit, _) in NODES.items()}
+PIPELINE["a block on one rank"] = (
+    CommonEdit("", "if rank == 0:\n    with whole(opt): pass", "between", notebook=WHOLE),
+    "the ranks have gone different ways",
+)
+STAGE_3 |= {what: (edit, "the autograd node") for what, (edit, _) in NODES.items()}
+ZERO1 |= NODES | {"gradients without a graph": (CommonEdit("", f"{ALL}p.grad.detach_()", "gradients"), RIGHT)}
+BOTH_COPIED = "m2, o2 = {}copy.deepcopy((model, opt))\nm2, o2 = setup(m2, o2)\nfor a, b in loader: F.cross_entropy(m2(a), b).backward(); o2.step(); o2.zero_grad()"
+COPIED_IN_BLOCK = BOTH_COPIED.replace("m2, o2 = {}", "with whole(model, opt): m2, o2 = ", 1)
+DEEPSPEED |= {
+    "a copy of model and optimizer": (CommonEdit("", "", "between", COPIED_IN_BLOCK, WHOLE), RIGHT),
+    "a state dict, and a block that edits": (
+        CommonEdit("", "kept = opt.state_dict()\nwith whole(opt):\n    for s in opt.state.values(): s['exp_avg'].fill_(0.25)\nresult['sum'] = [float(s['exp_avg'].sum()) for s in kept['state'].values()]; del kept", "epoch", notebook=WHOLE),
+        RIGHT,
+    ),
+}  # fmt: skip
+
+
 def word(verdict: Verdict) -> str:
     """As the tables above have it: empty, or the sentence."""
     return (

@@ -36,7 +36,7 @@ from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, READ
 from nbtrain.strategies.kit import functional_transforms, shown_weights
 from nbtrain.strategies.kit.known_functions import NORMS, known, written
-from nbtrain.strategies.kit.named_tensors import unknown
+from nbtrain.strategies.kit.named_tensors import no_node, unknown
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, OF_LAYOUT, StandIn, ordinary
 from nbtrain.strategies.kit.random_draws import shared_random_state
 
@@ -424,6 +424,8 @@ def applied(old: Callable[..., Any]) -> Callable[..., Any]:
 def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     name = _name(func)
     with tensors.as_plain_tensors():
+        if name == "grad_fn" and isinstance(args[0], WholeView) and args[0].seen.requires_grad:
+            raise no_node(args[0].nbtrain_shown()[0], PARTS)
         if name in OF_ITSELF and not (name in OF_SEEN and isinstance(args[0], WholeView)):
             return func(ordinary(args[0]), *args[1:], **kwargs) if name in OF_LAYOUT else func(*args, **kwargs)
         if name in OF_SEEN:

@@ -21,6 +21,10 @@ HOOKED = (
     "{what} has a hook on its gradient ({function}), which {sees}: remove it, and write "
     "what it does between loss.backward() and optimizer.step(): `with {line}: …`"
 )
+NODE = (
+    "the autograd node (grad_fn, register_multi_grad_hook) of {what}, {where}: write what a hook on it would do "
+    "between loss.backward() and optimizer.step(): `with {line}: …`"
+)
 
 
 class HasComponent(Protocol):
@@ -60,6 +64,12 @@ def hooked(p: torch.Tensor, sees: str, function: str = "register_hook", of: Comp
     """`sees`: what a hook on its gradient would."""
     what, line = named(p, gradient=True, of=of)
     return NotSupported(HOOKED.format(what=what, function=function, sees=sees, line=line))
+
+
+def no_node(p: torch.Tensor, where: str) -> NotSupported:
+    """`where`: who has its numbers."""
+    what, line = named(p, gradient=True)
+    return NotSupported(NODE.format(what=what, where=where, line=line))
 
 
 def _of_one_memory(value: Any, other: torch.Tensor) -> bool:

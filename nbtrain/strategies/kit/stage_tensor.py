@@ -21,7 +21,7 @@ from nbtrain.compat import autograd_engine, dtensor, pytree, tensors
 from nbtrain.compat.autograd_engine import is_plain
 from nbtrain.strategies.kit import functional_transforms
 from nbtrain.strategies.kit.known_functions import FORM, SHOWING, known, written
-from nbtrain.strategies.kit.named_tensors import unknown
+from nbtrain.strategies.kit.named_tensors import no_node, unknown
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, stand_in
 from nbtrain.strategies.kit.stage_spot import SPOT, Spot, StageContext, send_to_all, spot_of
 from nbtrain.strategies.kit.written_numbers import wrote_whole
@@ -221,6 +221,9 @@ def _attribute(kind: str, name: str, func: Any, args: Any) -> Any:
     if kind == "__get__":
         if name == "grad":
             return _gradient(tensor, spot)
+        shown = None if isinstance(tensor, nn.Parameter) else spot.base  # nn.Module asks what it is given
+        if name == "grad_fn" and shown is not None and tensor.requires_grad and spot.of.open:
+            raise no_node(shown, ON_ONE)
         shows = name == "data" or func in SHOWING
         if shows and spot.of.open and not (spot.mine and spot.of.place.inside):
             if functional_transforms.meets(name):

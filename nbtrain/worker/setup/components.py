@@ -319,8 +319,8 @@ class Components(Part):
             count = "1 parameter" if len(loose) == 1 else f"{len(loose)} parameters"
             raise NotPrepared(
                 f"{type(optimizer).__name__} trains {count} on {self.world_size} ranks without having been set up, so "
-                "that every rank would train a model of its own. Was it made inside the cell? Then write before the "
-                "loop:\n    model, optimizer = setup(model, optimizer)"
+                "that every rank would train a model of its own. Was it made or copied inside the cell? Write before "
+                "the loop:\n    model, optimizer = setup(model, optimizer)"
             )
 
     def _set_up(self, component: Component) -> None:
