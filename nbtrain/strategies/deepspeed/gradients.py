@@ -277,7 +277,8 @@ class EngineGradients:
             raise NotSupported(error_texts.NOT_ZEROED)
         if isinstance(parts.inner, InnerOptimizer):
             parts.state.follow()
-        found_gradients([id(p) in self.graded for p in self.trained], usual=True)
+        if len(self.graded) != len(self.trained):
+            found_gradients([id(p) in self.graded for p in self.trained], usual=True)
         self.count += 1
         if self.count <= FIRST or not self.count & (self.count - 1):
             self._compare()
