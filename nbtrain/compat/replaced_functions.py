@@ -238,7 +238,6 @@ TABLE: tuple[Row, ...] = (
         names=("transformers.modeling_utils.PreTrainedModel", "peft.peft_model.PeftModel"),
     ),
     Row("torch.nn.SyncBatchNorm.forward", {"lines": "works on the CPU, too"}),
-    Row("torch.Tensor.detach_", {"lines": "of what has no graph: torch refuses views, which averaged gradients are"}),
     Row(
         "torch.compile",
         {"deepspeed": "while DeepSpeed is imported: it would compile kernels of its Muon, for ten seconds"},

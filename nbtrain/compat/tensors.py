@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat.internals import Internals
@@ -35,6 +36,7 @@ UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 COMPILER_NOTES = ("_dynamo", "_specialize_on", "_has_dynamo_dim_marking")
 """The beginnings of attributes that torch's compiler sets on a tensor, as `mark_dynamic` does."""
 
+_data = attrgetter("data")
 _PRINTED = ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
 its.members("torch._tensor_str", "PRINT_OPTS")
 its.members(
@@ -220,11 +222,10 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Views into it, of these shapes."""
+    """Parts of it, of these shapes, in its memory; to autograd no views, which `detach_()` refuses."""
     import torch
 
-    views: tuple[torch.Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, like)
-    return views
+    return (*map(_data, torch._utils._unflatten_dense_tensors(flat, like)),)
 
 
 def multiply(tensors: list[torch.Tensor], factor: float) -> None:

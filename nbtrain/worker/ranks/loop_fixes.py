@@ -2,7 +2,6 @@
 
 ReduceLROnPlateau.step(loss)   by the ranks' mean, or their learning rates would part
 SyncBatchNorm                  works on the CPU, too
-p.grad.detach_()               of a gradient without a graph, which torch refuses where it is a view of a bucket
 anything with "cuda"           on a rank without a GPU: says what to write
 what follows a model in pieces torch.jit.trace, torch.export, torch.fx: says what to write
 what meets a weight in pieces  its array, torch.nn.utils.prune, torch.ops, DTensor's methods: says what to write
@@ -84,8 +83,6 @@ def listen(listeners: Listeners, active: Callable[[], bool], apart: Callable[[],
     schedule, plateau = "torch.optim.lr_scheduler.LRScheduler.step", torch.optim.lr_scheduler.ReduceLROnPlateau
     listeners.listen(schedule, "lines", lambda old: _plateau(old, active), plateau)
     listeners.listen("torch.nn.SyncBatchNorm.forward", "lines", lambda old: _norm(old, apart))
-    detach = "torch.Tensor.detach_"
-    listeners.listen(detach, "lines", lambda old: lambda tensor: old(tensor) if tensor.requires_grad else tensor)
 
 
 def _plateau(old: Any, active: Callable[[], bool]) -> Any:
