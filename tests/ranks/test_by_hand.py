@@ -445,6 +445,14 @@ PIPELINE["a block on one rank"] = (
     "the ranks have gone different ways",
 )
 STAGE_3 |= {what: (edit, "the autograd node") for what, (edit, _) in NODES.items()}
+LATER = """class Later(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 5: torch.no_grad()(self.weight.mul_)(0.9)
+        return super().forward(x)
+model[2] = Later(8, 8); opt = torch.optim.SGD(model.parameters(), lr=0.01)"""
+STAGE_3["a forward that begins to write"] = CommonEdit("", "", "between", notebook=LATER), "none of the first three did"
 ZERO1 |= NODES | {"gradients without a graph": (CommonEdit("", f"{ALL}p.grad.detach_()", "gradients"), RIGHT)}
 BOTH_COPIED = "m2, o2 = {}copy.deepcopy((model, opt))\nm2, o2 = setup(m2, o2)\nfor a, b in loader: F.cross_entropy(m2(a), b).backward(); o2.step(); o2.zero_grad()"
 COPIED_IN_BLOCK = BOTH_COPIED.replace("m2, o2 = {}", "with whole(model, opt): m2, o2 = ", 1)

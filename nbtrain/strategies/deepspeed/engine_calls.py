@@ -16,7 +16,7 @@ from nbtrain.compat.autograd_engine import in_backward
 from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.pytree import tree_map
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
-from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
+from nbtrain.strategies.deepspeed.parameter_access import FOLLOWED, LATE, ParameterAccess
 from nbtrain.strategies.kit import functional_transforms
 from nbtrain.strategies.kit.call_router import call_plainly, route, unroute
 
@@ -81,6 +81,10 @@ class EngineCalls:
                 return out
         except AttributeError as error:
             parts.tell_of_layers(error)
+            raise
+        except RuntimeError as error:  # what is not gathered is one number in memory
+            if "single memory location" in str(error) and parts.stage == 3 and self.reader.forwards > FOLLOWED:
+                raise NotSupported(LATE) from error
             raise
         finally:
             parts.inside = False

@@ -75,7 +75,12 @@ in_methods: list[ParameterAccess] = []
 """of engines in which a method of a model's runs"""
 MAKES_LEAVES = torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__
 FOLLOWED = 3
-"""first forwards of an engine"""
+"""first forwards of an engine; and then the 8th, 16th, 32nd …"""
+LATE = (
+    "a forward has written to a weight, and none of the first three did: under deepspeed stage 3 only these are looked "
+    "at, and some later ones, so that what was written in between may be lost. Write it in the loop, before or after "
+    "the model is called"
+)
 _readers: dict[int, ParameterAccess] = {}
 """by id of the parameter, while a cell runs"""
 
@@ -92,6 +97,8 @@ class ParameterAccess:
         """how many have suspended it"""
         self.forwards, self.writes = 0, False
         """forwards so far, and whether one has written to weights"""
+        self.late = False
+        """one is looked at that is none of the first"""
 
     def begin(self) -> None:
         for p in self.parameters:
@@ -125,15 +132,19 @@ class ParameterAccess:
         """While a method of a model's runs. Of forwards the first are followed, and all where one of these writes: to
         ask for each operation is 30 calls a layer."""
         self.forwards += is_forward
-        return self.suspended() if is_forward and self.forwards > FOLLOWED and not self.writes else self._followed()
+        late = is_forward and self.forwards > FOLLOWED and not self.writes
+        unseen = late and (self.forwards < 8 or self.forwards & (self.forwards - 1))
+        return self.suspended() if unseen else self._followed(late)
 
     @contextmanager
-    def _followed(self) -> Iterator[None]:
+    def _followed(self, late: bool) -> Iterator[None]:
         in_methods.append(self)
+        before, self.late = self.late, late
         try:
             yield
         finally:
             in_methods.pop()
+            self.late = before
 
     def suspend(self) -> None:
         self.depth += 1
@@ -155,6 +166,8 @@ class ParameterAccess:
 
     def write(self, p: Any, full: torch.Tensor) -> None:
         """Every rank takes rank 0's: what was drawn at random differs between them."""
+        if self.late:
+            raise NotSupported(LATE)
         self.writes = self.writes or self in in_methods
         if self in in_methods and self.weights.is_on_its_way(p):
             raise NotSupported(WRITTEN_BETWEEN)
