@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import psutil
@@ -18,7 +21,7 @@ from nbtrain.annexes.detached import keeper_client
 from nbtrain.annexes.detached.run_folders import RunFolder, every_run
 from tests.support.hygiene import gone_within
 from tests.support.kernels import Kernel
-from tests.support.notebook import LOOP, TRAIN, Notebook
+from tests.support.notebook import LOOP, START, TRAIN, Notebook
 
 pytestmark = [pytest.mark.kernel, pytest.mark.limit(240)]
 
@@ -279,6 +282,38 @@ def test_a_function_is_handed_over_and_its_arguments_come_home(another: Another)
         "nbtrain.predict returns what it has computed"
         in nb.fails("nbtrain.predict(model, loader, strategy='ddp --detach')").evalue
     )
+
+
+SCRIPT = f"""
+import nbtrain
+{START}
+def train(model, opt, losses, epochs):
+{indent(BODY.format(epochs="epochs", pause=0.02), "    ")}
+    return best
+if __name__ == "__main__":
+    import time
+    {TRAIN}; losses = []
+    nbtrain.run(train, model, opt, losses, 2, devices=2, detach=True)
+    print(nbtrain.run(train, model, opt, losses, 500, devices=2, detach=True, until="6s"))
+    print(nbtrain.run(train, model, opt, losses, 1) == min(losses), len(losses))
+"""
+
+
+def test_a_script_hands_over_and_ends(another: Another, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environ = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    script = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert script.returncode == 0, script.stderr
+    assert "nbtrain: the script may end; in a terminal python -m nbtrain runs lists its run" in script.stdout
+    assert "<run 2: --devices 2, " in script.stdout
+    assert "ranks were stopped" not in script.stdout
+    assert "True 6" in script.stdout
+    until(lambda: all(run.end is not None for run in every_run()))
+    assert [run.state for run in every_run()] == ["done", "stopped"]
+    nb = another()
+    shown = nb("%distributed attach 1").stdout
+    assert "run 1: --devices 2 is done, 6 steps" in shown
+    assert nb("print(len(losses), type(model).__name__)").stdout == "6 Sequential\n"
 
 
 def test_with_its_keeper_it_is_lost_and_is_gone_on_from_its_newest_checkpoint(another: Another, tmp_path: Path) -> None:

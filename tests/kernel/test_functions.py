@@ -449,8 +449,8 @@ def test_a_script_with_a_wrong_number_of_devices_is_refused(tmp_path: Path) -> N
     with pytest.raises(AssertionError, match="devices=4, and torchrun has started 2"):
         played([*TORCHRUN, str(script)], tmp_path)
     script = program(tmp_path, "ddp", more="detach=True")
-    with pytest.raises(AssertionError, match="A script outlives its terminal by itself: nohup torchrun"):
-        played([sys.executable, str(script)], tmp_path)
+    with pytest.raises(AssertionError, match="this script runs in each of several processes: start it with python"):
+        played([*TORCHRUN, str(script)], tmp_path)
 
 
 @pytest.mark.thorough

@@ -15,6 +15,7 @@ from nbtrain.annexes.frameworks.functions.run_cell import (
     refuse_on_a_rank,
     run_cell,
     script_here,
+    shell_of_script,
 )
 from nbtrain.annexes.frameworks.functions.used_objects import used_objects
 from nbtrain.base.errors import UsageError
@@ -23,10 +24,6 @@ from nbtrain.exchange.kinds.base import ATOMS, Handle
 
 FUNCTION, ARGS, KWARGS, AROUND = (f"nbtrain_{name}" for name in ("function", "args", "kwargs", "around"))
 """names that the cell has while it runs"""
-IN_A_SCRIPT = (
-    "detach=True hands a notebook's cell over. A script outlives its terminal by itself: nohup torchrun "
-    "--nproc-per-node 2 train.py &"
-)
 DETACHES = "nbtrain.run(train, model, detach=True) hands a function over"
 UNFINISHED = {
     "generator": "which has computed nothing yet and cannot leave the ranks: let the function return list(…) of it",
@@ -93,6 +90,9 @@ def call(
     if reason := _runs_nothing(function):
         raise UsageError(f"{what}: {reason}")
     shell, kwargs = notebook(), dict(kwargs or {})
+    if shell is None and outlives(line) and what == "nbtrain.run":
+        with shell_of_script():
+            return call(line, named, function, args, kwargs, around)
     name = getattr(function, "__name__", "")
     names: dict[str, Any] = {ARGS: tuple(args), KWARGS: kwargs}
     # By its own name, so that a traceback says it; else, as a function that was made in another, by ours.
@@ -103,8 +103,6 @@ def call(
     if leaves := outlives(line):
         if what != "nbtrain.run":
             raise UsageError(f"{what} returns what it has computed: leave --detach out; {DETACHES}")
-        if shell is None:
-            raise UsageError(IN_A_SCRIPT)
         name, given = _by_name(function, name, shell.user_ns), _given_by_name(names, shell.user_ns)
     text = f"{RESULT} = {name}({given})\n"
     title = f"# {what}: {getattr(function, '__qualname__', type(function).__name__)}\n"  # what a history has of it

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from typing import Any
 
 from nbtrain.base.errors import NbtrainError, UsageError
@@ -45,6 +47,29 @@ def on_machines(line: str) -> bool:
 def outlives(line: str) -> bool:
     """Whether this line hands its cell over, to a run that outlives the notebook."""
     return not {"--detach", "--until"}.isdisjoint(line.replace("=", " ").split())
+
+
+@contextmanager
+def shell_of_script() -> Iterator[None]:
+    """A script has a shell meanwhile, as a notebook, for a run that outlives it. Its names are the script's."""
+    if on_a_rank() or "RANK" in os.environ:
+        raise UsageError(
+            "detach=True hands a call over once, and this script runs in each of several processes: start it with "
+            "python train.py, and the run starts its ranks by itself"
+        )
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    quiet = Config({"HistoryManager": {"enabled": False}})
+    shell = InteractiveShell.instance(config=quiet, user_module=sys.modules["__main__"])
+    try:
+        shell.run_line_magic("load_ext", "nbtrain")
+        yield
+        print("nbtrain: the script may end; in a terminal python -m nbtrain runs lists its run, and ends it")
+    finally:
+        with redirect_stdout(StringIO()):  # it says that ranks were stopped: not those of the run
+            shell.run_line_magic("unload_ext", "nbtrain")
+        InteractiveShell.clear_instance()
 
 
 def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> Any:
