@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain.base import humanize
 from nbtrain.base.specs import RunSpec
+from nbtrain.compat.modules import tensors_of
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.notebook.session import may_be_too_large
 
@@ -45,9 +46,12 @@ def advise(
         modules = {name: one for name, one in read.items() if issubclass(type(one), nn.Module)}
         models = {one: name for name, one in modules.items() if any(p.requires_grad for p in one.parameters())}
         case = (run.pool, run.precision, run.accumulate)
-        asked = {model: (*case, sum(p.nbytes for p in model.parameters() if not is_lazy(p))) for model in models}
+        asked = {
+            model: (*case, sum(p.nbytes for p in tensors_of(model)[0] if not is_lazy(p)))
+            for model in (models if optimizers else ())
+        }
         # A cell without an optimizer evaluates, with the model as it was last trained.
-        kept = [_kept[one][1] for one in models if one in _kept and (not optimizers or asked[one] == _kept[one][0])]
+        kept = [_kept[one][1] for one in models if one in _kept and asked.get(one) in (None, _kept[one][0])]
         if not optimizers or any(kept) or len(kept) == len(models):
             return replace(run, **next(filter(None, kept), {})), ""
         changes: Mapping[str, Any] = {}
