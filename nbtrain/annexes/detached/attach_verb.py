@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbtrain.annexes.detached.detached_run import DetachedRun, lost
 from nbtrain.annexes.detached.digests import digest
 from nbtrain.annexes.detached.output_log import OutputReader
-from nbtrain.annexes.detached.run_folders import GOES_ON, RANDOM, RunFolder, find
+from nbtrain.annexes.detached.run_folders import GOES_ON, RANDOM, RunFolder, find, started_here
 from nbtrain.annexes.detached.shown_run import ShownRun
 from nbtrain.base.errors import RankError, UsageError
 from nbtrain.base.events import RESULT
@@ -95,7 +95,8 @@ def take_home(
         noted = folder.read("sent.json") or {}
         own = {*noted.get("own", ()), RESULT}
         coming = {name: value for name, value in came.items() if name not in own}
-        homecoming = Homecoming(state.notebook, coming, sent(folder), f"nbtrain.detached({folder.number})", end)
+        homecoming = Homecoming(state.notebook, coming, sent(folder), f"nbtrain.detached({folder.number})", end,
+                                folder.key in started_here)  # fmt: skip
         check(homecoming)
         said = homecoming.settle()
         _settle_random_states(folder, noted.get("random", {}))

@@ -40,6 +40,8 @@ FIGURES, RANDOM, PLACE, GONE_ON = "figures", "random", "place", "gone_on.json"
 GOES_ON = "running"
 LINE = 500
 """Bytes of a note."""
+started_here: set[tuple[Path, float]] = set()
+"""the keys of runs that this kernel has started"""
 _NAME = re.compile(r"\d{4,}")
 
 

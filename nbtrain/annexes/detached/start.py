@@ -18,7 +18,7 @@ from nbtrain.annexes.detached.detached_run import DetachedRun
 from nbtrain.annexes.detached.digests import digests
 from nbtrain.annexes.detached.order import Order
 from nbtrain.annexes.detached.plain_loops import with_resumable
-from nbtrain.annexes.detached.run_folders import GOES_ON, LOG, RunFolder, every_run, place
+from nbtrain.annexes.detached.run_folders import GOES_ON, LOG, RunFolder, every_run, place, started_here
 from nbtrain.base.awake_time import Stopwatch
 from nbtrain.base.errors import PoolError, RankError, UsageError
 from nbtrain.base.specs import RunSpec
@@ -110,6 +110,7 @@ def start(
             state.devices.forget()  # its leases are the keeper's now
             keeper.says("taken")
         _note_what_is_here(folder, namespace, names, shell.user_ns_hidden)
+        started_here.add(folder.key)
         undo.pop_all()
         try:
             keeper.says("running")

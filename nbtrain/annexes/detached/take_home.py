@@ -3,8 +3,9 @@
 All of it is opened as new objects before anything is touched. Then each name is settled:
 
     nothing of that name                      it is there
-    a model, optimizer or schedule of the     in place: the notebook's own object has the run's numbers, and what else
-    same structure                            came and holds the run's holds the notebook's
+    a model of the same structure that it     in place: the notebook's own object has the run's numbers, and what else
+    has not trained since, its optimizer and  came and holds the run's holds the notebook's
+    its schedule
     what the run was sent, unchanged          in place (lists, dicts, sets, arrays, tensors), or assigned anew
     the same, and the run has deleted it      it is gone
     a class or function                       the notebook's stays
@@ -39,17 +40,21 @@ class Homecoming:
 
     def __init__(
         self, namespace: dict[str, Any], coming: Mapping[str, Any], sent: Mapping[str, str], run: str,
-        end: Mapping[str, Any],
+        end: Mapping[str, Any], started_here: bool = True,
     ) -> None:  # fmt: skip
         """`sent`: digests of what the run was sent; `run`: how the notebook writes it; `end`: what the run has said
-        last, also of which names it has `rebound`, `deleted`, or only held in others (`same`)."""
+        last, also of which names it has `rebound`, `deleted`, or only held in others (`same`). `started_here`: by this kernel; another one's
+        models are made anew, and only what was trained here is more than that."""
+        self._started_here = started_here
         self._namespace, self._coming, self._sent, self._run = namespace, coming, sent, run
         self._same = set(end.get("same", ()))
         self._rebound = set(end.get("rebound", ()))
         self.became: dict[str, str] = {}
         """name → what becomes of it"""
-        self._filled: set[int] = set()
-        """ids of the run's objects in whose place the notebook's own are"""
+        self._filled: dict[int, tuple[str, Any]] = {}
+        """ids of the run's objects → under which name the notebook's own is in their place, and that"""
+        self._stay: dict[int, str] = {}
+        """ids of the run's that learn, or are trained → under which name the notebook keeps its own"""
         # Models first: who holds the run's is given the notebook's. Of two names of one object that is filled once.
         for name in sorted(coming, key=lambda name: (_rank(coming[name]), name in self._rebound)):
             if what := self._becomes(name):
@@ -104,24 +109,54 @@ class Homecoming:
             return ""
         learns, is_free = isinstance(theirs, LEARNING), id(theirs) not in self._filled
         why = _unlike(ours, theirs) if learns else ""
-        if not why and not self._filled.issuperset(_works_on(theirs)):
+        if learns and name not in self._same and (apart := self._apart(ours, theirs)):
+            return self._keep(name, why or apart)
+        if not why and not self._filled.keys() >= set(map(id, _works_on(theirs))):
             why = "what it works on is not the notebook's"
+        if isinstance(theirs, nn.Module) and not why and name not in self._same and self._has_trained(name):
+            return self._keep(name, "")
         if is_free and (learns or name in self._same) and not why and type(ours).__name__ == type(theirs).__name__:
-            return self._in_place(theirs)
+            return self._in_place(name)
         if name in self._same:
             return ""
         known = digest(ours)
         if not known or known not in (self._sent.get(name), digest(theirs)):
-            return self._kept(name, why)
+            return self._keep(name, why)
         if name in self._rebound or not is_free or not _is_fillable(ours, theirs):
             return ASSIGNED
-        return self._in_place(theirs)
+        return self._in_place(name)
 
-    def _in_place(self, theirs: Any) -> str:
-        self._filled.add(id(theirs))
-        if isinstance(theirs, nn.Module):
-            self._filled.update(map(id, theirs.parameters()))
+    def _in_place(self, name: str) -> str:
+        ours, theirs = self._namespace[name], self._coming[name]
+        pairs = _same_places(ours, theirs) if isinstance(theirs, nn.Module) else [(theirs, ours)]
+        self._filled.update((id(old), (name, own)) for old, own in pairs)
         return IN_PLACE
+
+    def _has_trained(self, name: str) -> bool:
+        """Whether the notebook's model is neither what the run was sent nor what it is now: it may not be lost."""
+        ours, theirs = self._namespace[name], self._coming[name]
+        if (known := digest(ours)) and (known == self._sent.get(name) or known == digest(theirs)):
+            return False
+        optimizers = [value for value in self._namespace.values() if isinstance(value, Optimizer)]
+        return self._started_here or any(p in one.state for one in optimizers for p in ours.parameters())
+
+    def _apart(self, ours: Any, theirs: Any) -> str:
+        """Why an optimizer or schedule does not go with the model that is filled."""
+        there, here = _works_on(theirs), _works_on(ours)
+        if whose := next((self._stay[id(one)] for one in there if id(one) in self._stay), ""):
+            return f"it goes with {whose}"
+        for one, own in zip(there, here, strict=False):
+            name, filled = self._filled.get(id(one), ("", own))
+            if filled is not own:
+                what = "goes with" if isinstance(ours, LRScheduler) else "trains"
+                return f"it {what} another {'optimizer' if isinstance(ours, LRScheduler) else 'model'} than {name!r}"
+        return ""
+
+    def _keep(self, name: str, why: str) -> str:
+        theirs = self._coming[name]
+        for one in (theirs, *(theirs.parameters() if isinstance(theirs, nn.Module) else ())):
+            self._stay.setdefault(id(one), name)
+        return self._kept(name, why)
 
     def _kept(self, name: str, why: str) -> str:
         why = why or f"{'it has' if self._sent.get(name) else 'nobody can tell whether it has'} changed since"
@@ -134,10 +169,10 @@ def _rank(value: Any) -> int:
     return next((at for at, kind in enumerate((nn.Module, torch.Tensor, Optimizer)) if isinstance(value, kind)), 3)
 
 
-def _works_on(value: Any) -> list[int]:
+def _works_on(value: Any) -> list[Any]:
     if isinstance(value, Optimizer):
-        return [id(p) for group in value.param_groups for p in group["params"]]
-    return [id(value.optimizer)] if isinstance(value, LRScheduler) else []
+        return [p for group in value.param_groups for p in group["params"]]
+    return [value.optimizer] if isinstance(value, LRScheduler) else []
 
 
 def _unlike(ours: Any, theirs: Any) -> str:
@@ -145,7 +180,7 @@ def _unlike(ours: Any, theirs: Any) -> str:
     if type(ours).__name__ != type(theirs).__name__:
         return f"it is {_a(theirs)} there and {_a(ours)} here"
     if isinstance(theirs, nn.Module):
-        return _other_shape(ours, theirs)
+        return _other_shape(ours, theirs) or _other_parts(ours, theirs)
     if isinstance(theirs, Optimizer):
         there, here = ([len(group["params"]) for group in one.param_groups] for one in (theirs, ours))
         if there != here:
@@ -163,6 +198,14 @@ def _other_shape(ours: nn.Module, theirs: nn.Module) -> str:
             return f"{name} is only {'there' if name in there else 'here'}"
         if isinstance(there[name], torch.Tensor) and there[name].shape != here[name].shape:
             return f"{name} is {tuple(there[name].shape)} there and {tuple(here[name].shape)} here"
+    return ""
+
+
+def _other_parts(ours: nn.Module, theirs: nn.Module) -> str:
+    here, there = ({name: _a(part) for name, part in one.named_modules()} for one in (ours, theirs))
+    for name in (*there, *here):
+        if here.get(name) != there.get(name):
+            return f"{name} is {there.get(name, 'nothing')} there and {here.get(name, 'nothing')} here"
     return ""
 
 

@@ -72,7 +72,7 @@ def _restore(state: MagicsState, folder: RunFolder, place: Path, step: int) -> N
             f"it as the run has it, and write this line again; once it has ended, its own is nbtrain.detached("
             f"{folder.number}).values"
         ) from None
-    _now[folder.key] = {**_now.get(folder.key, {}), **digests(notebook, same)}
+    _now[folder.key] = {**_now.get(folder.key, {}), **digests(notebook, {*same, *there} & notebook.keys())}
     print(f"nbtrain: {listed(there)}: as after step {step:,} of {folder}, which goes on")
 
 

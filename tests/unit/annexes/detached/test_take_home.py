@@ -94,6 +94,58 @@ def test_what_has_changed_since_stays(coming: dict[str, Any]) -> None:
     assert "losses: yours kept, as it has changed since; the run's is run.values['losses']" in text
 
 
+def test_a_model_that_was_trained_here_since_stays_with_its_optimizer(coming: dict[str, Any]) -> None:
+    here = notebook()
+    sent = digests(here, here)
+    trained(here)
+    before = copy.deepcopy(here["model"].state_dict())
+    coming["model"][0].weight.data.add_(1)  # as one that has trained longer
+    said = Homecoming(here, coming, sent, "run", {}).settle()
+    assert all(torch.equal(value, here["model"].state_dict()[name]) for name, value in before.items())
+    assert "model: yours kept, as it has changed since; the run's is run.values['model']" in said
+    assert "optimizer: yours kept, as it goes with model; the run's is run.values['optimizer']" in said
+    assert "schedule: yours kept, as it goes with optimizer; the run's is run.values['schedule']" in said
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_another_kernel_s_model_is_filled_where_it_is_only_made(coming: dict[str, Any], is_trained: bool) -> None:
+    here = notebook()
+    sent = digests(here, here)
+    nn.init.ones_(here["model"][0].weight)
+    here = trained(here) if is_trained else here
+    Homecoming(here, coming, sent, "run", {}, started_here=False).settle()
+    assert torch.equal(here["model"][0].weight, coming["model"][0].weight) is not is_trained
+
+
+def test_a_model_that_only_evaluates_since_is_filled(coming: dict[str, Any]) -> None:
+    here = notebook()
+    sent = digests(here, here)
+    here["model"].eval()
+    assert any(said.startswith("model, ") and "in place" in said for said in Homecoming(
+        here, coming, sent, "run", {}).settle())  # fmt: skip
+    assert here["model"].training
+
+
+@pytest.mark.parametrize("part", [nn.Tanh, nn.BatchNorm1d])
+def test_a_model_that_is_made_anew(coming: dict[str, Any], part: type[nn.Module]) -> None:
+    here = notebook()
+    sent = digests(here, here)
+    coming["model"].append(nn.ReLU())
+    old = here["optimizer"]
+    here["model"] = copy.deepcopy(here["model"]).append(part() if part is nn.Tanh else nn.ReLU())
+    before = copy.deepcopy(here["model"].state_dict())
+    there = Homecoming(here, coming, sent, "run", {}, started_here=False)
+    text = "\n".join(there.settle())
+    assert here["optimizer"] is old
+    if part is nn.Tanh:
+        assert all(torch.equal(value, here["model"].state_dict()[name]) for name, value in before.items())
+        assert "model: yours kept, as 3 is a ReLU there and a Tanh here" in text
+        assert "optimizer: yours kept, as it goes with model" in text
+    else:
+        assert torch.equal(here["model"][0].weight, coming["model"][0].weight)
+        assert "optimizer: yours kept, as it trains another model than 'model'" in text
+
+
 SHARED = """
 a = [1]; nest = {"a": a}; b = [2]; cfg = {"b": b}; hold = {}; bound = []; old = bound; gone = [4]; stays = [5]
 teacher = nn.Sequential(nn.Linear(2, 2)); best = None; one = [6]; two = [one]
