@@ -43,8 +43,8 @@ class Homecoming:
         end: Mapping[str, Any], started_here: bool = True,
     ) -> None:  # fmt: skip
         """`sent`: digests of what the run was sent; `run`: how the notebook writes it; `end`: what the run has said
-        last, also of which names it has `rebound`, `deleted`, or only held in others (`same`). `started_here`: by this kernel; another one's
-        models are made anew, and only what was trained here is more than that."""
+        last, also of which names it has `rebound`, `deleted`, or only held in others (`same`). `started_here`: by this
+        kernel; another one's models are made anew, and only what was trained here is more than that."""
         self._started_here = started_here
         self._namespace, self._coming, self._sent, self._run = namespace, coming, sent, run
         self._same = set(end.get("same", ()))
