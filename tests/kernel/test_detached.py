@@ -461,3 +461,24 @@ def test_what_is_stopped_is_gone_on_from_in_another_kernel(another: Another) -> 
     second("%%distributed -d 2 --monitor off --until 1s" + counted)
     until(lambda: every_run()[-1].end is not None)
     assert "does not know its place: enumerate would count from 0 again" in second.refused("%distributed resume")
+
+
+def test_what_was_changed_since_it_came_home_is_gone_on_with(another: Another) -> None:
+    nb = another()
+    nb(MAKE)
+    nb(cell("--detach", epochs=200, pause=0.02))
+    (run,) = every_run()
+    until(lambda: " · loss " in nb("%distributed runs").stdout)
+    nb("%distributed runs stop 1")
+    until(lambda: run.end is not None)
+    nb("%distributed attach 1")
+    nb("opt.param_groups[0]['lr'] = 0.125; losses.clear()")
+    shown = nb("%distributed resume 1").stdout
+    assert "as the notebook has it, changed since run 1: --devices 2 --monitor off came home" in shown
+    changed = shown.partition(": as the notebook")[0]
+    assert ("opt" in changed, "losses" in changed, "model" in changed) == (True, True, False), shown
+    nb("%distributed runs stop 2")
+    until(lambda: every_run()[-1].end is not None)
+    nb("%distributed attach 2")
+    ends = "import nbtrain; second = nbtrain.detached(2); print(opt.param_groups[0]['lr'], len(losses) <= second.steps)"
+    assert nb(ends).stdout == "0.125 True\n"

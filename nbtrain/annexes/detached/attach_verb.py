@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.annexes.detached.detached_run import DetachedRun, lost
-from nbtrain.annexes.detached.digests import digest
+from nbtrain.annexes.detached.digests import digest, digests
 from nbtrain.annexes.detached.output_log import OutputReader
 from nbtrain.annexes.detached.run_folders import GOES_ON, RANDOM, RunFolder, find, started_here
 from nbtrain.annexes.detached.shown_run import ShownRun
@@ -33,8 +33,9 @@ LETTERS = 100_000
 """and how long they are at most."""
 
 
-_home: set[tuple[Path, float]] = set()
-"""runs whose work this notebook has"""
+came_home: dict[tuple[Path, float], dict[str, str]] = {}
+"""runs whose work this notebook has → digests of what came home, by name; `OWN`: the notebook has kept its own"""
+OWN = "own"
 
 
 def attach(state: MagicsState, request: Request) -> None:
@@ -73,7 +74,7 @@ def attach(state: MagicsState, request: Request) -> None:
     output.new()
     if folder.end is None:
         raise UsageError(lost(folder))
-    if folder.key in _home:
+    if folder.key in came_home:
         print(
             f"nbtrain: {folder} is home already, and what was done since stays; its own is nbtrain.detached("
             f"{folder.number}).values"
@@ -100,7 +101,8 @@ def take_home(
         check(homecoming)
         said = homecoming.settle()
         _settle_random_states(folder, noted.get("random", {}))
-    _home.add(folder.key)
+    kept = dict.fromkeys(homecoming.kept, OWN)
+    came_home[folder.key] = {**digests(state.notebook, coming.keys() - kept.keys()), **kept}
     for sentence in said:
         print(f"nbtrain: {sentence}")
     for name, why in {**end.get("left", {}), **left}.items():

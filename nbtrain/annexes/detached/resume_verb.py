@@ -3,10 +3,11 @@ the newest checkpoint of one that was lost, or has failed."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
-from nbtrain.annexes.detached.attach_verb import take_home
+from nbtrain.annexes.detached.attach_verb import OWN, came_home, take_home
 from nbtrain.annexes.detached.detached_run import checkpoints, has_saved, same_versions
 from nbtrain.annexes.detached.digests import digest
 from nbtrain.annexes.detached.run_folders import GOES_ON, GONE_ON, PLACE, RunFolder, every_run, find
@@ -66,18 +67,29 @@ def _resume(state: MagicsState, request: Request, folder: RunFolder) -> None:
 
     def check(homecoming: Homecoming) -> None:
         """That the rest of the cell has what it needs, once the run's work is home."""
-        there = homecoming.afterwards
+        needs(homecoming.afterwards, homecoming.kept)
+
+    def needs(there: dict[str, Any], kept: Set[str]) -> set[str]:
         part = rest_of(folder.get(PLACE), there).cell
         captured(part, there, NameOrder(there), spec)
         reached = reach(analyse(part.code), notebook)
-        if wrong := homecoming.kept & {*reached.hard, *reached.soft}:
+        found = {*reached.hard, *reached.soft}
+        if wrong := kept & found:
             raise UsageError(
                 f"{listed(sorted(wrong))}: the notebook has its own, and {folder} cannot go on with that: "
                 f"del {min(wrong)}, and write this line again"
             )
+        return found
 
     if saved is None:
-        take_home(state, folder, check)
+        home = came_home.get(folder.key)
+        reached = reach(analyse(cell.code), notebook)
+        if home is None or not notebook.keys() >= home.keys() & {*reached.hard, *reached.soft}:
+            take_home(state, folder, check)
+        else:  # a learning rate that was lowered since is what it is to go on with
+            needed_now = needs(notebook, {name for name, known in home.items() if known == OWN}) & home.keys()
+            if since := [name for name in home if name in needed_now and digest(notebook[name]) != home[name] != ""]:
+                print(f"nbtrain: {listed(since)}: as the notebook has it, changed since {folder} came home")
         place, after = folder.get(PLACE), f"step {end['steps']:,}{LEFT if end['step_left'] else ''}"
     else:
         needed = captured(cell, notebook, NameOrder(notebook), spec)
