@@ -217,7 +217,7 @@ def test_who_waits_long_for_its_weights_is_told(another: Another) -> None:
     nb.kernel.wait_for(lambda: asks.done)
     assert "run 1: --devices 2 --monitor off goes on: %distributed attach 1 --now asks again" in asks.text
     assert "sleep" in nb("%distributed runs where 1").stdout
-    assert "its ranks are ended, and nothing" in nb("%distributed runs kill 1").stdout
+    assert "its ranks are ended at once; nothing" in nb("%distributed runs kill 1").stdout
 
 
 def test_what_goes_wrong_at_the_start_stands_below_the_cell(another: Another) -> None:
@@ -275,7 +275,8 @@ def test_a_function_is_handed_over_and_its_arguments_come_home(another: Another)
         "the function has an argument of that name"
         in nb.fails("nbtrain.run(lambda until: until, until=3, detach=True)").evalue
     )
-    nb(f"run = {call}until='2s')")
+    assert nb("nbtrain.run(lambda until: until, until=3, devices=2)").value == "3"
+    nb(f"run = {call.replace('detach=True, ', '')}until='2s')")
     until(lambda: every_run()[-1].end is not None)
     assert nb("run.state").value == "'stopped'"
     assert (
@@ -456,7 +457,7 @@ def test_what_is_stopped_is_gone_on_from_in_another_kernel(another: Another) -> 
     assert "run 2 goes on without this notebook" in shown
     assert "yours kept" not in second("%distributed attach 2").stdout, "what the first part of the run has made"
     assert second(show).stdout == alone
-    assert "run 2: --devices 2 --monitor off is done: %distributed attach 2" in second.refused("%distributed resume 2")
+    assert "run 2: --devices 2 --monitor off is done" in second.refused("%distributed resume 2")
     counted = BODY.format(epochs=99, pause=0.05).replace("for x, y in loader", "for i, (x, y) in enumerate(loader)")
     second("%%distributed -d 2 --monitor off --until 1s" + counted)
     until(lambda: every_run()[-1].end is not None)

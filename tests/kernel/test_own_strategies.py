@@ -266,7 +266,7 @@ def test_a_package_brings_a_strategy(nb: Notebook, installed: Path) -> None:
     try:
         run = nb("%%distributed -s brought --colour green --bucket-mb 2 -d 2" + LOOP)
         assert "brought green" in run.stdout
-        assert "brought --colour green --bucket-mb 2.0 · 2 ranks" in run.text
+        assert "brought --colour green --bucket-mb 2 · 2 ranks" in run.text
         assert "brought" not in nb("%%distributed -s ddp -d 2" + LOOP).text, "nbtrain's own name"
         assert "brought" in nb.kernel.complete("%%distributed -s bro")
         assert nb.kernel.complete("%%distributed -s brought --col") == ["--colour"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.annexes.detached.detached_run import DetachedRun, lost
 from nbtrain.annexes.detached.digests import digest, digests
 from nbtrain.annexes.detached.output_log import OutputReader
-from nbtrain.annexes.detached.run_folders import GOES_ON, RANDOM, RunFolder, find, started_here
+from nbtrain.annexes.detached.run_folders import GOES_ON, RANDOM, RunFolder, every_run, find, started_here
 from nbtrain.annexes.detached.shown_run import ShownRun
 from nbtrain.base.errors import RankError, UsageError
 from nbtrain.base.events import RESULT
@@ -21,6 +21,7 @@ from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
 from nbtrain.notebook.output.screens import CellScreen
 from nbtrain.notebook.report.exception_message import AS_BEFORE
+from nbtrain.watch.runs.run_folder import notebook
 from nbtrain.worker.random_states.default_generators import capture, packed, restore, unpacked
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def attach(state: MagicsState, request: Request) -> None:
         words.append(follows.plain)
     if own or len(words) > 1:
         raise UsageError(f"attach takes the number of one run, not {' '.join([*own, *words[1:]])!r}")
-    folder = find(words[0] if words else "")
+    folder = meant(state, words[0] if words else "", lambda run: run.key not in came_home)
     if now:
         from nbtrain.annexes.detached.weights_so_far import bring  # on use, as what else loads torch
 
@@ -83,10 +84,23 @@ def attach(state: MagicsState, request: Request) -> None:
         take_home(state, folder)
 
 
+def meant(state: MagicsState, word: str, suits: Callable[[RunFolder], bool]) -> RunFolder:
+    """The run of this number; without one this notebook's newest that suits, before its others and another's."""
+    here = notebook(state.notebook)
+    own = [run for run in every_run() if run.key in started_here or here == run.about.get("notebook", "") != ""]
+    if word or not own:
+        folder = find(word)
+        if not word and (by := folder.about.get("notebook")):
+            print(f"nbtrain: {folder}, which {by} has started")
+        return folder
+    return max(own, key=lambda run: (suits(run), run.number))
+
+
 def take_home(
-    state: MagicsState, folder: RunFolder, check: Callable[[Homecoming], None] = lambda homecoming: None
-) -> None:
-    """`check` may raise, before anything is touched."""
+    state: MagicsState, folder: RunFolder, check: Callable[[Homecoming], None] = lambda homecoming: None,
+    only: Container[str] | None = None,
+) -> None:  # fmt: skip
+    """`check` may raise, before anything is touched. `only`: these names; the others are home already."""
     from nbtrain.annexes.detached.take_home import Homecoming  # on use: it loads torch
     from nbtrain.annexes.detached.weights_so_far import sent
 
@@ -95,14 +109,14 @@ def take_home(
         came, left = run.read()
         noted = folder.read("sent.json") or {}
         own = {*noted.get("own", ()), RESULT}
-        coming = {name: value for name, value in came.items() if name not in own}
+        coming = {name: came[name] for name in came if name not in own and (only is None or name in only)}
         homecoming = Homecoming(state.notebook, coming, sent(folder), f"nbtrain.detached({folder.number})", end,
                                 folder.key in started_here)  # fmt: skip
         check(homecoming)
         said = homecoming.settle()
         _settle_random_states(folder, noted.get("random", {}))
     kept = dict.fromkeys(homecoming.kept, OWN)
-    came_home[folder.key] = {**digests(state.notebook, coming.keys() - kept.keys()), **kept}
+    came_home.setdefault(folder.key, {}).update({**digests(state.notebook, coming.keys() - kept.keys()), **kept})
     for sentence in said:
         print(f"nbtrain: {sentence}")
     for name, why in {**end.get("left", {}), **left}.items():
@@ -110,10 +124,11 @@ def take_home(
     if RESULT in came:
         print(f"nbtrain: what the function has returned is nbtrain.detached({folder.number}).result")
     how, steps = end.get("how"), end.get("steps", 0)
+    but = ", but for what is kept as yours above" if kept else ""
     if how == "done":
-        print(f"nbtrain: {folder} is done, {steps:,} steps; what it did is in the notebook")
+        print(f"nbtrain: {folder} is done, {steps:,} steps; what it did is in the notebook{but}")
     elif how == "stopped":
-        print(f"nbtrain: {folder} was stopped after step {steps:,}; what it did until then is in the notebook")
+        print(f"nbtrain: {folder} was stopped after step {steps:,}; what it did until then is in the notebook{but}")
     elif how == "killed":
         print(f"nbtrain: the ranks of {folder} were ended at once; nothing that they did is in the notebook")
     else:

@@ -112,12 +112,18 @@ def detached(number: int | None = None) -> DetachedRun:
 def told(folder: RunFolder, command: str) -> str:
     """What the run answers."""
     if folder.state != GOES_ON:
-        home = "" if folder.end is None else f"; %distributed attach {folder.number} brings home its work"
-        raise UsageError(f"{folder} does not run any more: it is {folder.state}{home}")
+        raise UsageError(f"{folder} does not run any more: it is {folder.state}{home_line(folder)}")
     answer = keeper_client.ask(folder, command)
     if answer is None or not answer.get("ok"):
         raise UsageError(f"{folder}: {(answer or {}).get('text') or 'it is about to start, or to end: ask again'}")
     return str(answer["text"])
+
+
+def home_line(folder: RunFolder) -> str:
+    """What brings its work home, if nobody has done so."""
+    if folder.end is None or folder.read(TAKEN) is not None:
+        return ""
+    return f"; %distributed attach {folder.number} brings home its work"
 
 
 def lost(folder: RunFolder) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
-from nbtrain.annexes.detached.attach_verb import OWN, came_home, take_home
-from nbtrain.annexes.detached.detached_run import checkpoints, has_saved, same_versions
+from nbtrain.annexes.detached.attach_verb import OWN, came_home, meant, take_home
+from nbtrain.annexes.detached.detached_run import checkpoints, has_saved, home_line, same_versions
 from nbtrain.annexes.detached.digests import digest
-from nbtrain.annexes.detached.run_folders import GOES_ON, GONE_ON, PLACE, RunFolder, every_run, find
+from nbtrain.annexes.detached.run_folders import GOES_ON, GONE_ON, PLACE, RunFolder, every_run
 from nbtrain.annexes.detached.start import refuse, start
 from nbtrain.annexes.detached.take_home import Homecoming
 from nbtrain.base.errors import UsageError
@@ -33,7 +33,8 @@ DRAWN = "what each rank draws for itself, as dropout does, is drawn anew"
 
 
 def resume(state: MagicsState, request: Request) -> None:
-    folder = find(request.argument("the number of one run"))
+    word = request.argument("the number of one run")
+    folder = meant(state, word, lambda run: run.state not in (GOES_ON, "done"))
     with folder.alone("resuming"):  # of two, the second finds the first one's run
         _resume(state, request, folder)
 
@@ -84,9 +85,10 @@ def _resume(state: MagicsState, request: Request, folder: RunFolder) -> None:
     if saved is None:
         home = came_home.get(folder.key)
         reached = reach(analyse(cell.code), notebook)
-        if home is None or not notebook.keys() >= home.keys() & {*reached.hard, *reached.soft}:
-            take_home(state, folder, check)
-        else:  # a learning rate that was lowered since is what it is to go on with
+        missing = (home or {}).keys() & {*reached.hard, *reached.soft} - notebook.keys()
+        if home is None or missing:
+            take_home(state, folder, check, missing or None)
+        if home is not None:  # a learning rate that was lowered since is what it is to go on with
             needed_now = needs(notebook, {name for name, known in home.items() if known == OWN}) & home.keys()
             if since := [name for name in home if name in needed_now and digest(notebook[name]) != home[name] != ""]:
                 print(f"nbtrain: {listed(since)}: as the notebook has it, changed since {folder} came home")
@@ -129,9 +131,11 @@ def _newest(folder: RunFolder) -> int:
         )
     if saved is None or folder.state == "done":
         if folder.state == "done":
-            raise UsageError(f"{folder} is done: %distributed attach {folder.number} brings home its work")
+            raise UsageError(f"{folder} is done{home_line(folder)}")
         written = "" if about.get("save_to") else "; with --save-every 10m it would have written some"
-        raise UsageError(f"{folder} cannot be gone on from: it is {folder.state} without a checkpoint{written}")
+        steps = (folder.end or {}).get("steps", 0) if folder.state == "failed" else 0
+        first = f"; its {steps:,} steps are kept: %distributed attach {folder.number} brings them home" if steps else ""
+        raise UsageError(f"{folder} cannot be gone on from: it is {folder.state}, without a checkpoint{written}{first}")
     return int(saved)
 
 

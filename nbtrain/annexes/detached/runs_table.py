@@ -48,6 +48,14 @@ class NotedFeed:
         return True
 
 
+def until_when(until: float | None) -> str:
+    """When --until ends it, by this machine's clock."""
+    if until is None:
+        return ""
+    minutes = round(max(0.0, until - time.time()) / 60)
+    return f" until {time.strftime('%H:%M %Z', time.localtime(until))} (in {minutes // 60}h{minutes % 60:02}m)"
+
+
 def going_on() -> list[str]:
     """A line for each that runs, for `status` and the doctor."""
     return [f"detached run {row}" for run in every_run() if run.state == GOES_ON for row in [table([run])]]
@@ -68,9 +76,11 @@ def _row(run: RunFolder) -> list[str]:
     about, end = run.about, run.end or {}
     state = run.state
     far = NotedFeed(run).words or (f"step {steps:,}" if (steps := end.get("steps", 0)) else "")
+    if state == GOES_ON:
+        state += until_when(about.get("until"))
     if waits := run.waits_for:
         state, far = waits, ""
-    elif state not in (GOES_ON, "lost"):
+    elif run.state not in (GOES_ON, "lost"):
         state += ", taken home" if run.read(TAKEN) is not None else f", not taken home, {humanize.size(run.size)}"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(about.get("began", 0)))
     cell = f"In [{about['cell']}]" if about.get("cell") is not None else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import nbtrain.base.humanize as humanize
-from nbtrain.annexes.detached.detached_run import told
+from nbtrain.annexes.detached.detached_run import has_saved, told
 from nbtrain.annexes.detached.run_folders import GOES_ON, RunFolder, every_run, find
 from nbtrain.annexes.detached.runs_table import table
 from nbtrain.base.errors import UsageError
@@ -19,7 +19,7 @@ def runs(state: MagicsState, request: Request) -> str:
     drops = "--drop" in own
     dropped = own.pop("--drop", None)
     given = [word.plain for word in request.words[1:]]
-    if own or (given and (drops or len(given) > 2 or given[0] not in ACTIONS)):
+    if own or (given and (drops or len(given) > 2 or given[0] not in (*ACTIONS, "drop"))):
         raise UsageError(f"runs takes one of these: {USAGE}")
     if drops:
         given = ["drop", dropped.plain if dropped is not None else ""]
@@ -35,7 +35,9 @@ def done(action: str | None, run: str) -> str:
         return _drop(folder)
     said = told(folder, {"where": "stacks"}.get(action, action))
     if action == "kill":
-        return f"{folder}: its ranks are ended, and nothing that they did is kept"
+        goes_on = f"%distributed resume {folder.number} goes on from its newest checkpoint"
+        kept = f"what they have not saved is gone; {goes_on}" if has_saved(folder) else "nothing that they did is kept"
+        return f"{folder}: its ranks are ended at once; {kept}"
     if action != "stop":
         return said
     return f"{folder} stops after this step: %distributed attach {folder.number} brings home its work"

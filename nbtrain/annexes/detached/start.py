@@ -19,6 +19,7 @@ from nbtrain.annexes.detached.digests import digests
 from nbtrain.annexes.detached.order import Order
 from nbtrain.annexes.detached.plain_loops import with_resumable
 from nbtrain.annexes.detached.run_folders import GOES_ON, LOG, RunFolder, every_run, place, started_here
+from nbtrain.annexes.detached.runs_table import until_when
 from nbtrain.base.awake_time import Stopwatch
 from nbtrain.base.errors import PoolError, RankError, UsageError
 from nbtrain.base.specs import RunSpec
@@ -91,7 +92,7 @@ def start(
         "notebook": notebook(namespace), "cwd": os.getcwd(),
         "save_to": str(place_of(spec.save_to)) if spec.save_steps or spec.save_seconds else "",
         "runtime": runtime, "monitor": spec.monitor, "whole_line": str(line.over(base)), "batches": spec.batches,
-        "no_place": no_place, "since": last_number(spec.save_to),
+        "no_place": no_place, "since": last_number(spec.save_to), "until": until,
     }  # fmt: skip
     with outliving.start("nbtrain.annexes.detached.keeper") as kernel, ExitStack() as undo:
         keeper = _Keeper(kernel, about)
@@ -122,7 +123,8 @@ def start(
         print(sentence)
     magic = "%distributed"
     print(
-        f"run {folder.number} goes on without this notebook: {about['line'] or spec.strategy} on {spec.pool.where}. "
+        f"run {folder.number} goes on without this notebook{until_when(until)}: {about['line'] or spec.strategy} on "
+        f"{spec.pool.where}. "
         f"{magic} attach {folder.number} shows it and brings home what it has done, {magic} runs lists all"
     )
     return DetachedRun(folder)

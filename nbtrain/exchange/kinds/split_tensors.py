@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbtrain.base.errors import CannotTravel
+from nbtrain.compat.tensors import as_plain_tensors
 from nbtrain.exchange.kinds import gradient_hooks
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Later, Node, Nodes, Receiver, Sender
 from nbtrain.exchange.kinds.bulk_compare import window_of
@@ -268,7 +269,8 @@ def no_alias(table: Nodes, node: Node) -> None:
 
 
 def _window_of(node: Node) -> tuple[Any, ...]:
-    window: tuple[Any, ...] = window_of(node.obj) if node.memo is None else node.memo.window
+    with as_plain_tensors():  # what stands for a state refuses to be asked
+        window: tuple[Any, ...] = window_of(node.obj) if node.memo is None else node.memo.window
     return window
 
 

@@ -16,7 +16,7 @@ from nbtrain.compat.intercept import Listeners, While
 from nbtrain.compat.replaced_functions import FUNCTIONAL_CALL
 from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
-from nbtrain.strategies.deepspeed.parameter_access import PARTS, WholeView, applied
+from nbtrain.strategies.deepspeed.whole_parameters import PARTS, WholeView, applied
 from nbtrain.strategies.kit import checkpoint_calls, functional_transforms
 from nbtrain.strategies.kit.call_arguments import kept, listed
 from nbtrain.strategies.kit.named_tensors import unknown

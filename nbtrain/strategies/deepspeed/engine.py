@@ -3,7 +3,8 @@
 The engine and what belongs to it are built in engine_parts.py; its tables are known in engine_layout.py. Calls of the
 models go through the engine (engine_calls.py), which steps an `InnerOptimizer` (inner_optimizer.py). What is between
 `loss.backward()` and `optimizer.step()` is in gradients.py. Where parameters and the optimizer's state are, in pieces,
-and what the notebook and a cell see of them, is in weights.py, parameter_access.py and optimizer_state.py.
+and what the notebook and a cell see of them, is in weights.py, parameter_access.py with whole_parameters.py, and
+optimizer_state.py.
 """
 
 from __future__ import annotations

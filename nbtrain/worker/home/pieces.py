@@ -168,13 +168,12 @@ class Pieces:
 
     def refuse_stayed(self) -> None:
         """Before the next cell: those of them that the notebook was not given, as what is too large for it."""
-        for blank in self._views:
-            if self.table.find(blank) is None:
+        views, self._views = self._views, []
+        for blank in views:  # of what the notebook has dropped since nothing is known here
+            if self.table.find(blank) is None and self.table.apart.pop(id(blank), None) is not None:
                 from nbtrain.worker.setup.taken_tensors import give_up
 
-                del self.table.apart[id(blank)]
                 give_up(blank, "a weight", STAYED)
-        self._views = []
 
     def _on_all_ranks(self, made_here: Mapping[str, list[Any]]) -> list[Any]:
         """Those of these tensors that every rank has a part of, as it takes to bring one together. Collective.

@@ -77,7 +77,7 @@ class ReadGuard:
             for tensor in tensors_in(arguments):
                 if (held := self._apart.get(id(tensor))) is not None:
                     raise NotSupported(STALE.format(name=held, whose=self._whose(held)))
-                if is_divided(tensor) or SPOT in vars(tensor):
+                if is_divided(tensor) or hasattr(tensor, SPOT):  # torch.compile traces this, and knows no vars()
                     raise NotSupported(OUTSIDE)
                 if (held := left_by(tensor)) is not None:
                     raise NotSupported(BEFORE.format(name=held))

@@ -385,7 +385,10 @@ def test_the_servers_authorizer_decides(
         assert scene.done == ["stop"] * may_act
         if may_read:
             with streaming(server) as stream:
-                assert "about" in hear(stream)
+                heard = hear(stream)
+                while heard.get("gone"):  # the kernel of the test before
+                    heard = hear(stream)
+                assert "about" in heard
         else:
             with pytest.raises(websocket.WebSocketBadStatusException) as refused:
                 server.stream()

@@ -50,20 +50,19 @@ def run(
     What the function reads of the notebook, its arguments and what it closes over are there as in a cell below
     `%%distributed`, and what it changes in them comes home. `strategy`, `devices`, `accelerator` and `precision` as
     there: `run(train, model, strategy="fsdp --wrap Block", devices=4)`; `devices` may be a number, or a list.
-    `detach=True`: as `--detach`, with `until="11h45m"` as `--until`; returned is the run that goes on, and what the
-    notebook has a name for comes home.
+    `detach=True`: as `--detach`; `until="11h45m"`: as `--until`, which is that with an end, unless the function has an
+    argument of that name. Returned is the run that goes on, and what the notebook has a name for comes home.
     """
     line, named = line_of(strategy, devices, accelerator, precision)
-    if detach:
+    if detach or ("until" in kwargs and not _has_argument(function, "until")):
         line = f"{line} {_detaching(function, kwargs)}"
     return call(line, named, function, args, kwargs)
 
 
 def _detaching(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
     """The options that hand it over. Taken from `kwargs`: what else is the run's, and not the function's."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
     for name in ("until", "background"):
-        if code is not None and name in kwargs and name in inspect.getargs(code).args:
+        if name in kwargs and _has_argument(function, name):
             raise UsageError(
                 f"with detach=True {name} is the run's, and the function has an argument of that name: "
                 f"nbtrain.run(functools.partial(train, {name}=…), …, detach=True)"
@@ -72,6 +71,11 @@ def _detaching(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
         raise UsageError("detach=True goes on without this notebook, and background=True in it: leave one of both out")
     until = kwargs.pop("until", None)
     return "--detach" if until is None else f"--until {until}"
+
+
+def _has_argument(function: Callable[..., Any], name: str) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and name in inspect.getargs(code).args
 
 
 def call(

@@ -7,11 +7,13 @@ import os
 import resource
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from nbtrain.annexes.detached import runs_verb
+from nbtrain.annexes.detached import attach_verb, runs_verb
 from nbtrain.annexes.detached.detached_run import DetachedRun, same_versions
 from nbtrain.annexes.detached.digests import digest
 from nbtrain.annexes.detached.output_log import BEGINNING, PART, OutputLog, OutputReader
@@ -49,6 +51,22 @@ def test_numbers_and_states(place: Path) -> None:
     assert runs_verb.done("drop", "2").startswith("run 2: fsdp is dropped")
     assert [run.number for run in every_run()] == [1]
     assert RunFolder.make({}, place).number == 2
+
+
+def test_which_run_is_meant_without_a_number(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state: Any = SimpleNamespace(notebook={})
+    runs = [RunFolder.make({"strategy": "ddp", "notebook": name}, place) for name in ("mine", "mine", "other")]
+    monkeypatch.setattr(attach_verb, "notebook", lambda _: "")
+    assert attach_verb.meant(state, "", lambda run: True).number == 3
+    assert "run 3: ddp, which other has started" in capsys.readouterr().out
+    monkeypatch.setattr(attach_verb, "notebook", lambda _: "mine")
+    assert attach_verb.meant(state, "", lambda run: True).number == 2
+    assert attach_verb.meant(state, "", lambda run: run.number == 1).number == 1
+    assert attach_verb.meant(state, "3", lambda run: True).number == 3
+    monkeypatch.setattr(attach_verb, "started_here", {runs[2].key})
+    assert attach_verb.meant(state, "", lambda run: True).number == 3
 
 
 def test_links_and_open_folders_are_passed_over(place: Path, tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_defaults_count_and_its_own_options_are_none(nb: Notebook, capsys: pytes
 
 
 @pytest.mark.parametrize(("line", "says"), [
-    ("%distributed plan net other", "plan takes the name of one model, not 'other'"),
+    ("%distributed plan net other", "plan takes the name of one model, not 'net other'"),
     ("%distributed plan nett --batch batch", "the notebook has no 'nett'; did you mean net?"),
     ("%distributed plan net --batch batch,z", "--batch batch,z: --batch takes a name of the notebook, and it has no"),
     ("%distributed plan net --batch batch --output all", "plan has no option --output; it takes --devices, "),
