@@ -283,7 +283,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "{}",
-        {"brought": "these count processes: ranks on the CPU are told to them, or one process is all they would find"},
+        {"brought": "both count processes: told that ranks are on the CPU, or refused where they find one"},
         names=(f"{training_libraries.SETTINGS}.__post_init__", f"{training_libraries.STATE}.__init__"),
         maybe=True,
     ),

@@ -8,7 +8,7 @@ from tests.fuzz.common_edits import IN_PLACE_OF, WHOLE, CommonEdit
 __all__ = ["IN_PLACE_OF", "MORE", "WITHOUT"]
 
 MORE = (
-    CommonEdit("weights written", "with whole(model), torch.no_grad():\n    model[0].weight[1, 2:4] = 0.25; model[2].weight.copy_(torch.linalg.svd(model[2].weight, full_matrices=False)[0])", "epoch", notebook=WHOLE),
+    CommonEdit("weights written", "with whole(model), torch.no_grad():\n    model[0].weight[1, 2:4] = 0.25; u, _, v = torch.linalg.svd(model[2].weight, full_matrices=False); model[2].weight.copy_(u @ v)", "epoch", notebook=WHOLE),
     CommonEdit("a forward inside", "with whole(model), torch.no_grad(): result['all'] = model(X).abs().mean().item()", "epoch", notebook=WHOLE),
     CommonEdit("batch norm of all ranks, in training", "with whole(model), torch.no_grad():\n    norm = nn.SyncBatchNorm(6); norm(X); result['variance'] = norm.running_var.clone()\ndel norm", "epoch", notebook=WHOLE),
     CommonEdit("one of two layers", "with whole(model[4]):\n    with torch.no_grad(): model[4].weight[0].clamp_(-0.1, 0.1); result['rank'] = int(torch.linalg.matrix_rank(model[4].weight))", "between", notebook=WHOLE),

@@ -93,17 +93,19 @@ def aliases(m):
         "rows": m[0].weight.data[1:3], "column": m[0].weight.data[:, 2], "columns": m[0].weight.data[:, 1:3],
         "flat": m[0].weight.data.view(-1),
         "turned": {"t": m[0].weight.detach().t()}, "own": own, "buffer": m[1].running_mean.detach(),
-        "tied": (m[3].weight.detach(),), "frozen": m[2].bias.detach(),
+        "tied": (m[3].weight.detach(),), "frozen": m[2].bias.detach(), "crossed": m[4].weight.data[1:, :3],
         "average": [p.detach().clone() for p in m.parameters()],
     }
 def tensors(a):
     return {"datas": a["datas"][0], "state": a["state"]["0.weight"], "statistics": a["state"]["1.running_mean"],
             **{name: a[name] for name in ("detach", "rows", "column", "columns", "flat", "buffer", "frozen")},
+            "crossed": a["crossed"],
             "turned": a["turned"]["t"], "own": a["own"].w, "tied": a["tied"][0], "average": a["average"][0]}
 def net2():
     torch.manual_seed(1)
     m = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     m[3].weight = m[2].weight; m[2].bias.requires_grad_(False)
+    m[4].weight = nn.Parameter(m[4].weight.detach().t().contiguous().t())  # its memory lies otherwise
     return m
 def step():
     F.cross_entropy(model(X), Y).backward(); opt.step(); opt.zero_grad()

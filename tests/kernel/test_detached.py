@@ -483,3 +483,10 @@ def test_what_was_changed_since_it_came_home_is_gone_on_with(another: Another) -
     nb("%distributed attach 2")
     ends = "import nbtrain; second = nbtrain.detached(2); print(opt.param_groups[0]['lr'], len(losses) <= second.steps)"
     assert nb(ends).stdout == "0.125 True\n"
+    nb("opt.param_groups[0]['lr'] = 0.25; del losses")
+    shown = nb("%distributed resume 2").stdout
+    assert "losses: new" in shown, shown
+    assert "opt: as the notebook has it, changed since run 2" in shown
+    nb("%distributed runs stop 3")
+    until(lambda: every_run()[-1].end is not None)
+    assert nb("print(opt.param_groups[0]['lr'], len(losses) > 0)").stdout == "0.25 True\n"

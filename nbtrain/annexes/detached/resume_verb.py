@@ -84,8 +84,8 @@ def _resume(state: MagicsState, request: Request, folder: RunFolder) -> None:
 
     if saved is None:
         home = came_home.get(folder.key)
-        reached = reach(analyse(cell.code), notebook)
-        missing = (home or {}).keys() & {*reached.hard, *reached.soft} - notebook.keys()
+        reached = reach(analyse(cell.code), {**dict.fromkeys(home or ()), **notebook})
+        missing = {*reached.hard, *reached.soft} - notebook.keys()
         if home is None or missing:
             take_home(state, folder, check, missing or None)
         if home is not None:  # a learning rate that was lowered since is what it is to go on with

@@ -53,7 +53,8 @@ def until_when(until: float | None) -> str:
     if until is None:
         return ""
     minutes = round(max(0.0, until - time.time()) / 60)
-    return f" until {time.strftime('%H:%M %Z', time.localtime(until))} (in {minutes // 60}h{minutes % 60:02}m)"
+    left = f" (in {minutes // 60}h{minutes % 60:02}m)" if minutes else ""
+    return f" until {time.strftime('%H:%M %Z', time.localtime(until))}{left}"
 
 
 def going_on() -> list[str]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 
 Form = tuple[Any, Any, int]
+"""size, strides and offset of a part of a whole that lies in order"""
+Place = tuple[Any, Form | None]
+"""a tensor in pieces, and the part that is shown of it; None: all of it"""
 
 
 class SplitTensor:
@@ -204,14 +207,22 @@ def part(table: Nodes, apart: SplitTensor) -> None:
     node = table.find(apart.tensor)
     if node is None:
         return
-    if isinstance(before, SplitTensor):
-        apart.window = before.window
-    elif node.memo is not None:
-        apart.window = node.memo.window
+    apart.window = home_window(node, before) or apart.window
     node.kind, node.memo = APART, None
     # One that the other side made without content gets all that is here.
     apart.changed = any(inner.kind is STORAGE and inner.obj.device.type == "meta" for inner in node.fixed or ())
     settle(table, node, apart)
+
+
+def home_window(node: Node | None, apart: Any) -> tuple[Any, ...] | None:
+    """Which part of its memory the other side's tensor shows. `apart`: what is known of it in pieces. None: nothing is
+    known, so that it has memory of its own."""
+    window: tuple[Any, ...] | None = None
+    if isinstance(apart, SplitTensor):
+        window = apart.window
+    elif node is not None and node.memo is not None:
+        window = node.memo.window
+    return window
 
 
 def settle(table: Nodes, node: Node, apart: SplitTensor) -> None:
@@ -288,20 +299,52 @@ def _ends(window: tuple[Any, ...]) -> tuple[int, int]:
 
 def form_in(alias: Alias, apart: SplitTensor) -> Form | Literal[False] | None:
     """How an alias shows this tensor: size, strides and offset of a part; None: all of it. False: not only it."""
-    (first, last), (start, end) = _ends(alias.window), _ends(apart.window)
     if alias.window == apart.window:
         return None
-    if not start <= first <= last <= end or apart.window != whole_window(apart.shape, start) or any(alias.window[3:]):
+    offset, size, stride, *bits = alias.window
+    start, shape, own, *others = apart.window
+    if bits != others:
         return False
-    return alias.window[1], alias.window[2], first - start
+    return _laid((size, stride, offset - start), shape, own, whole_window(shape)[2]) or False
 
 
-def window_in(apart: SplitTensor, form: Form | None) -> tuple[Any, ...] | None:
-    """The other way round: the window of a part. None: it cannot be told."""
+def window_in(apart: tuple[Any, ...], form: Form | None) -> tuple[Any, ...] | None:
+    """The other way round: the window of a part of the tensor that has this one. None: it cannot be told."""
     if form is None:
-        return apart.window
-    start = apart.window[0]
-    if apart.window != whole_window(apart.shape, start):
+        return apart
+    start, shape, own, *bits = apart
+    if (laid := _laid(form, shape, whole_window(shape)[2], own)) is None:
         return None
-    size, stride, offset = form
-    return start + offset, tuple(size), tuple(stride), False, False
+    size, stride, offset = laid
+    return start + offset, size, stride, *bits
+
+
+def _laid(form: Form, shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int, ...]) -> Form | None:
+    """A part of a tensor that lies by these strides, as it lies by others. None: it is no part, or not in these steps,
+    as the rows of a transposed weight, one after the other."""
+    size, steps, offset = form
+    if strides == others:
+        inside = offset >= 0 and _ends((offset, size, steps))[1] <= _ends((0, shape, strides))[1]
+        return form if inside else None
+    dims = sorted((dim for dim, count in enumerate(shape) if count > 1), key=lambda dim: -strides[dim])
+
+    def at(place: int) -> list[int] | None:
+        """The index of what lies there."""
+        index = [0] * len(shape)
+        for dim in dims:
+            index[dim], place = divmod(place, strides[dim] or 1)
+        return None if place else index
+
+    start = at(offset)
+    # A step that is never taken (size 1) may be any.
+    each = [one for n, step in zip(size, steps, strict=True) if (one := at(step) or (at(0) if n == 1 else None))]
+    if start is None or len(each) < len(size) or 0 in size:
+        return None
+    for dim, count in enumerate(shape):
+        if start[dim] < 0 or start[dim] + sum((n - 1) * one[dim] for n, one in zip(size, each, strict=True)) >= count:
+            return None
+
+    def place(index: list[int]) -> int:
+        return sum(number * step for number, step in zip(index, others, strict=True))
+
+    return tuple(size), tuple(map(place, each)), place(start)

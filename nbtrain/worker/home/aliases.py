@@ -8,11 +8,12 @@ are the weight's own memory, so they bring no content home.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from nbtrain.base.errors import NotSupported
+from nbtrain.compat.modules import tensors_of
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Node
 from nbtrain.exchange.kinds.split_tensors import SplitTensor, form_in, no_alias
@@ -49,7 +50,8 @@ class Aliases:
         """A cell is about to run, and components are as it sees them. Collective. `found`: by `note_aliases`."""
         components = [one.component for one in prepared]
         names = {number: name for one in components for number, name in names_of(one).items()}
-        owned = {id(t) for one in components for module in one.modules.values() for t in tensors_of_model(module)}
+        modules = [module for one in components for module in one.modules.values()]
+        owned = {id(tensor) for module in modules for kind in tensors_of(module) for tensor in kind}
         for node, held in found:
             tensor = node.obj
             if type(tensor) is torch.nn.Parameter and owned.isdisjoint(id(of.obj) for of, _ in held):
@@ -72,13 +74,9 @@ class Aliases:
 
     def check(self, components: Components) -> None:
         """The cell has come to its end: raise where one of them no longer shows its weight."""
-        weights = WeightViews([*components.pieces()]) if self._shown else None
+        weights = WeightViews([*components.pieces()] if self._shown else ())
         for (_, shows), of in zip(self._shown, self._of, strict=True):
-            if (
-                weights is not None
-                and weights.holds(of)
-                and ((place := weights.by(shows)) is None or place[0] is not of)
-            ):
+            if weights.holds(of) and ((place := weights.by(shows)) is None or place[0] is not of):
                 raise NotSupported(MOVED)
 
     def end(self, replaced: Replaced) -> None:
@@ -88,8 +86,3 @@ class Aliases:
             replaced([(shows, tensor) for tensor, shows in shown])
         while self._refused:
             take_back(self._refused.pop())
-
-
-def tensors_of_model(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

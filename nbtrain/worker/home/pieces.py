@@ -10,7 +10,8 @@ import ctypes
 import mmap
 import sys
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,7 +24,18 @@ from nbtrain.compat.dtensor import is_divided
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum
-from nbtrain.exchange.kinds.split_tensors import Alias, SplitTensor, blank_alias, join, note_aliases, part, window_in
+from nbtrain.exchange.kinds.split_tensors import (
+    Alias,
+    Place,
+    SplitTensor,
+    blank_alias,
+    home_window,
+    join,
+    note_aliases,
+    part,
+    whole_window,
+    window_in,
+)
 from nbtrain.exchange.kinds.tensors import TENSOR
 from nbtrain.worker.ranks.collectives import on_the_wire
 
@@ -114,16 +126,14 @@ class Pieces:
         return True
 
     def take_in(
-        self, values: Mapping[str, Any], pieces: Sequence[tuple[Any, Any]], kept: Container[str] = ()
+        self, values: Mapping[str, Any], pieces: Sequence[tuple[Any, Any]], views: Iterable[tuple[Any, Place]] = ()
     ) -> list[tuple[Any, Any]]:
-        """After a cell: what it can have left behind below these names, beside the `pieces` that a strategy knows.
-        Collective; raises where ranks do not have the same pieces. Returns (old, new) of those that are not divided by
-        rows, which are whole from now on, and of what shows one of `pieces`: see `learn_views`."""
+        """After a cell: what it can have left behind below these names, beside the `pieces` that a strategy knows, and
+        the `views` of these. Collective; raises where ranks do not have the same pieces. Returns (old, new) of those
+        that are not divided by rows, which are whole from now on, and of what shows one of `pieces`: see
+        `learn_views`."""
         known = {id(tensor) for tensor, _ in pieces}
-        from nbtrain.worker.home.weight_views import WeightViews
-
-        views = WeightViews(pieces).below(values, kept)
-        places = [(tensor, place) for tensor, place in views if self._shared_at_home(tensor, place[0])]
+        places = [(tensor, place) for tensor, place in views if self._shared_at_home(tensor, *place)]
         blanks = [(tensor, blank_alias(*place)) for tensor, place in places]
         self._made = [(blank, *place) for (_, blank), (_, place) in zip(blanks, places, strict=True)]
         found = made_by_cell(values, known | {id(tensor) for tensor, _ in places})
@@ -148,9 +158,13 @@ class Pieces:
                 replaced.append((t, full_copy(t) if is_stage_tensor(t) else whole(t)))
         return replaced
 
-    def _shared_at_home(self, tensor: Any, of: Any) -> bool:
-        """Whether the notebook does not know the tensor yet, or has it as showing the same memory."""
+    def _shared_at_home(self, tensor: Any, of: Any, form: Any) -> bool:
+        """Whether the notebook can show it so, and does not know the tensor yet, or has it as showing the same
+        memory."""
         node, other = self.table.find(tensor), self.table.find(of)
+        window = home_window(other, self.table.apart.get(id(of))) or whole_window(tuple(of.shape))
+        if window_in(window, form) is None:
+            return False
         return node is None or bool(other and node.fixed and other.fixed and node.fixed[0] is other.fixed[0])
 
     def learn_views(self, learned: bool) -> None:
@@ -159,9 +173,10 @@ class Pieces:
         self._views = []
         for blank, of, form in self._made:
             apart = self.table.apart[id(of)]
-            if (window := window_in(apart, form)) is not None:
-                self.table.apart[id(blank)] = Alias(blank, apart.place, window)
-                self._views.append(blank)
+            window = window_in(apart.window, form)
+            assert window is not None, "it was looked whether the notebook can show it"
+            self.table.apart[id(blank)] = Alias(blank, apart.place, window)
+            self._views.append(blank)
         self._made = []
         if learned or self._views:
             note_aliases(self.table, ())
@@ -323,12 +338,33 @@ def _number(known: HeldPiece) -> int:
 
 def made_by_cell(values: Mapping[str, Any], known: set[int]) -> dict[str, list[Any]]:
     """Tensors in pieces that a cell has made, below these names. `known`: ids of those that are passed by."""
-    from nbtrain.worker.home.weight_views import tensors_below
-
     tensors_of_name = {
         name: [t for t in tensors_below([value], _is_parted) if id(t) not in known] for name, value in values.items()
     }
     return {name: tensors for name, tensors in tensors_of_name.items() if tensors}
+
+
+def tensors_below(values: Iterable[Any], wanted: Callable[[Any], bool]) -> list[Any]:
+    """The wanted ones among these and in the containers and plain objects below them, in an order that ranks share."""
+    by_id: dict[int, Any] = {}
+    seen: set[int] = set()
+    todo = list(values)[::-1]
+    while todo:
+        value = todo.pop()
+        if wanted(value):
+            by_id.setdefault(id(value), value)
+        elif id(value) not in seen:
+            if isinstance(value, dict):
+                inner: Iterable[Any] = value.values()
+            elif isinstance(value, (list, tuple, deque)):
+                inner = value
+            elif type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
+                inner = vars(value).values()
+            else:
+                continue
+            seen.add(id(value))
+            todo.extend(list(inner)[::-1])
+    return list(by_id.values())
 
 
 def is_stage_tensor(value: Any) -> bool:

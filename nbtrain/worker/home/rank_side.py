@@ -183,7 +183,9 @@ class RankSide:
                 for key, (tensor_now, state_before) in self._states.items()
                 if tensor_now.state is not state_before
             }
-            self.replace(self.pieces.take_in(values, pieces, keep))
+            from nbtrain.worker.home.weight_views import WeightViews  # where there are none, nothing shows them
+
+            self.replace(self.pieces.take_in(values, pieces, WeightViews(pieces).below(values, keep)))
             self.pieces.learn_views(self.pieces.learn(pieces, before_cell=False))
             self.pieces.compare()
 

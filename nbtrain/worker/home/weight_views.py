@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 from nbtrain.base.when_imported import if_imported
 from nbtrain.compat.dtensor import is_divided, local
 from nbtrain.compat.tensors import memory_id
+from nbtrain.exchange.kinds.split_tensors import Place
 from nbtrain.strategies.kit.memory_left_behind import is_part, memory_of
-from nbtrain.strategies.kit.shown_weights import Form
 from nbtrain.strategies.kit.shown_weights import shown_by as noted_of
-
-Place = tuple[Any, Form | None]
-"""a tensor in pieces, and size, strides and offset of the part that is shown of it; None: all of it"""
+from nbtrain.worker.home.pieces import is_stage_tensor, tensors_below
 
 
 class WeightViews:
@@ -84,33 +81,5 @@ class WeightViews:
         return of, (tuple(tensor.shape), tensor.stride(), tensor.storage_offset() - of.storage_offset())
 
 
-def is_stage_tensor(value: Any) -> bool:
-    of_kit = if_imported("nbtrain.strategies.kit.stage_tensor", "is_stage_tensor")
-    return of_kit is not None and bool(of_kit(value))
-
-
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(tensor.shape, device="meta").stride()
-
-
-def tensors_below(values: Iterable[Any], wanted: Callable[[Any], bool]) -> list[Any]:
-    """The wanted ones among these and in the containers and plain objects below them, in an order that ranks share."""
-    by_id: dict[int, Any] = {}
-    seen: set[int] = set()
-    todo = list(values)[::-1]
-    while todo:
-        value = todo.pop()
-        if wanted(value):
-            by_id.setdefault(id(value), value)
-        elif id(value) not in seen:
-            if isinstance(value, dict):
-                inner: Iterable[Any] = value.values()
-            elif isinstance(value, (list, tuple, deque)):
-                inner = value
-            elif type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
-                inner = vars(value).values()
-            else:
-                continue
-            seen.add(id(value))
-            todo.extend(list(inner)[::-1])
-    return list(by_id.values())
